@@ -1,0 +1,210 @@
+"""What every sandbox backend promises, and the records on its wire. One conformance suite holds all backends to it.
+
+A sandbox is a place where a policy's commands run and from which nothing but records come out. The exec contract:
+one-shot `bash -lc`, stdin `/dev/null` unless given, no TTY; the clock starts when the process starts inside; a
+timeout sends TERM to the group, waits 2 s, kills the whole tree (a `setsid` child too), verifies that it is empty,
+then answers; output is bytes (head and tail kept, counted beyond); the same `exec_id` never runs twice.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Protocol, runtime_checkable
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from agentrl.types import ExecStatus, SandboxSpec
+
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+HEAD_BYTES = 64 * 1024
+"""Bytes of the beginning of a stream that a result carries."""
+TAIL_BYTES = 192 * 1024
+"""Bytes of the end of a stream that a result carries."""
+SPOOL_BYTES = 16 * 1024 * 1024
+"""Bytes of a stream kept inside the sandbox; beyond it they are only counted."""
+OUTPUT_LIMIT_BYTES = 256 * 1024 * 1024
+"""A command that writes more than this is ended, visibly."""
+TERM_GRACE_S = 2.0
+"""Between TERM and KILL on a timeout."""
+
+Isolation = Literal["namespaces", "docker", "kubernetes", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class ExecRequest:
+    """One command. `argv` runs as given; `command` runs under `bash -lc`. Exactly one of the two."""
+
+    exec_id: str
+    command: str | None = None
+    argv: tuple[str, ...] | None = None
+    cwd: str | None = None
+    """Default: the task's workdir."""
+    env: dict[str, str] = Field(default_factory=dict)
+    stdin: bytes | None = None
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    user: Literal["policy", "root"] = "policy"
+    """`root` is the sandbox's own root, for set-up and grading; never the host's."""
+    report_fd: bool = False
+    """Give the command an extra pipe as fd 3, returned as `ExecResult.report`: a channel apart from its output."""
+
+    def __post_init__(self) -> None:
+        if (self.command is None) == (self.argv is None):
+            raise ValueError("exactly one of command and argv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class StreamCapture:
+    """What is known of one output stream. `bytes_total` counts everything written."""
+
+    bytes_total: int
+    head: bytes
+    tail: bytes
+    """Empty when everything fits in `head`."""
+    truncated: bool
+    sha256: str
+    """Of all bytes, also of those not kept."""
+
+    def text(self) -> str:
+        """Head and tail as text, undecodable bytes escaped, the omission said."""
+        gap = self.bytes_total - len(self.head) - len(self.tail)
+        parts = [self.head.decode("utf-8", "backslashreplace")]
+        if gap > 0:
+            parts.append(f"\n… {gap} bytes omitted …\n")
+        parts.append(self.tail.decode("utf-8", "backslashreplace"))
+        return "".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class ExecResult:
+    """A framed result. `exit_code` is None unless the process exited by itself; None is never 0."""
+
+    exec_id: str
+    status: ExecStatus
+    exit_code: int | None
+    signal: int | None
+    stdout: StreamCapture
+    stderr: StreamCapture
+    report: bytes | None = None
+    cpu_ms: float
+    memory_peak_kib: int | None
+    wall_ms: float
+    queue_ms: float = 0.0
+    leftovers_killed: int = 0
+    kill_verified: bool | None = None
+    """After a timeout or kill: whether the tree was seen empty. False condemns the sandbox."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class FileChange:
+    """One path of a workspace diff, relative to the workdir. `content` None with kind `deleted` or `dir`."""
+
+    path: str
+    kind: Literal["file", "symlink", "dir", "deleted"]
+    mode: int = 0o644
+    content: bytes | None = None
+    """File bytes, or the target of a symlink."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class SandboxInfo:
+    """Facts fixed at start: the evidence E1 compares them with what the task asked for."""
+
+    id: str
+    backend: str
+    isolation: Isolation
+    image_digest: str
+    instance: str
+    """Changes if the sandbox is ever restarted or replaced (E3)."""
+    spec: SandboxSpec
+    limits_enforced: tuple[str, ...]
+    """Which limits the kernel holds: memory, pids, disk, cpu, network."""
+    ready_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class Mount:
+    """A read-only folder given to a sandbox beside its image (tests for the verifier, the test runner)."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class Health:
+    """Answer of a probe: the instance, and counters of losses that were nobody's command (E2, E3, E5, E6)."""
+
+    instance: str
+    alive: bool
+    oom_kills: int | None
+    """Kills by the kernel for memory since start; None when the kernel does not tell."""
+    disk_free_bytes: int | None
+    processes: int
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """One live sandbox. Every method raises `SandboxLost` when it is gone; every wait has a deadline."""
+
+    @property
+    def info(self) -> SandboxInfo: ...
+
+    async def exec(self, request: ExecRequest) -> ExecResult:
+        """Run one command. The same `exec_id` again returns the first result without running it."""
+        ...
+
+    async def read_file(self, path: str, *, max_bytes: int = 16 * 1024 * 1024) -> bytes:
+        """Bytes of a file as the policy user sees it. Raises FileNotFoundError, IsADirectoryError, PermissionError,
+        or ValueError when it is larger than `max_bytes`."""
+        ...
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Write atomically as the policy user (size and hash checked on the far side, then renamed)."""
+        ...
+
+    async def probe(self) -> Health: ...
+
+    async def kill_all(self) -> int:
+        """Kill every process but the agent and verify; returns how many there were."""
+        ...
+
+    async def diff(self) -> tuple[FileChange, ...]:
+        """Changes of the workdir against the image, taken from outside the sandbox, sorted by path."""
+        ...
+
+    async def close(self) -> None:
+        """End it and give everything back. Idempotent, never raises, under a second."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Where sandboxes come from."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def isolation(self) -> Isolation: ...
+
+    async def prepare(self, environment_dir: str) -> str:
+        """Make the image of a task's `environment/` folder available; returns its digest. Idempotent, single-flight."""
+        ...
+
+    async def create(
+        self,
+        spec: SandboxSpec,
+        *,
+        image: str,
+        session: str,
+        mounts: tuple[Mount, ...] = (),
+        apply: tuple[FileChange, ...] = (),
+        deadline_s: float = 120.0,
+    ) -> Sandbox:
+        """A ready sandbox from the prepared image digest, with `apply` laid over its workdir. Raises `SandboxError`
+        with phase (prepare, create, start, agent, health) and code."""
+        ...
+
+    async def close(self) -> None:
+        """End every sandbox of this backend and stop. Idempotent."""
+        ...
