@@ -1,0 +1,214 @@
+"""A live sandbox to the evidence about it: everything that must be known before a reward may exist.
+
+`Witness` stands between a session (or a grader) and its sandbox, forwards the operations and notes what it
+saw: which instance answered, whether every command ended with a framed result, what the kernel counted. It
+never judges the policy; it says what is known. Unknown is `None`, which is not true.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+from agentrl.errors import BoundaryError, ExecUnknown, SandboxError, SandboxLost
+from agentrl.types import Evidence, EvidenceKey, ExecStatus, Fault, JsonScalar, SandboxSpec
+from envs.sandbox.contract import OUTPUT_LIMIT_BYTES, ExecRequest, ExecResult, FileChange, Health, Sandbox
+
+ANSWER_GRACE_S = 120.0
+"""How much later than its own time limit a command may answer (queue, kill, transport) before it is given
+up."""
+CONTROL_DEADLINE_S = 60.0
+"""Deadline of a probe, a kill of all processes, a file operation, a diff."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Admission:
+    """Proof that a task is gradable here: its solution passes, doing nothing fails, known exploits earn
+    nothing."""
+
+    task_id: str
+    revision: str
+    image_digest: str
+    backend: str
+    valid: bool
+    mode: str
+    """`full`, or `light` for suites whose generator is known: no repeats, no exploit battery."""
+    repeats: int
+    reasons: tuple[str, ...] = ()
+    """Why it is quarantined; empty when valid."""
+    attacks: tuple[str, ...] = ()
+    """Exploits that were tried and earned nothing."""
+    runtime_s: float
+    """Longest verification seen, for deadlines and packing."""
+    admitted_at: float
+
+
+def fault_of(error: BoundaryError) -> Fault:
+    """The record of a boundary error: its owner was decided where the evidence was."""
+    return Fault(
+        owner=error.owner,
+        code=error.code,
+        phase=error.phase,
+        retryable=error.retryable,
+        message=str(error),
+        evidence=dict(error.evidence),
+    )
+
+
+class Witness:
+    """One sandbox, pinned to the instance that answered first. Not shared between sessions."""
+
+    def __init__(self, sandbox: Sandbox, *, image: str, spec: SandboxSpec, session: str) -> None:
+        self.sandbox = sandbox
+        self._image = image
+        self._spec = spec
+        self._session = session
+        self._before: Health | None = None
+        self._after: Health | None = None
+        self._probes = 0
+        self._strangers = 0
+        self._execs = 0
+        self._framed = 0
+        self._unverified_kills = 0
+        self._killed_by_others = 0
+        self._diff_taken = False
+
+    async def _within(self, what: str, operation: Any, deadline_s: float = CONTROL_DEADLINE_S) -> Any:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await operation
+        except TimeoutError as error:
+            raise SandboxError(
+                f"Sandbox {self.sandbox.info.id}: {what} did not answer within {deadline_s:g} s.",
+                fix="Look at the backend's health.",
+                code="no_answer",
+                phase=what,
+            ) from error
+
+    # ------------------------------------------------------------------------------------------- operations
+
+    async def probe(self, phase: str) -> Health:
+        """A health probe; raises `SandboxLost` when it is dead or another instance answered."""
+        health: Health = await self._within("probe", self.sandbox.probe())
+        self._probes += 1
+        self._before, self._after = self._before or health, health
+        if health.instance != self.sandbox.info.instance:
+            self._strangers += 1
+        if not health.alive or self._strangers:
+            raise SandboxLost(
+                f"Sandbox {self.sandbox.info.id} is "
+                + ("another instance than at its start." if self._strangers else "not alive."),
+                phase=phase,
+                evidence={"expected": self.sandbox.info.instance, "instance": health.instance},
+            )
+        return health
+
+    async def exec(self, request: ExecRequest) -> ExecResult:
+        """Run a command and require a framed answer. `ExecUnknown` when the outcome can not be known."""
+        self._execs += 1
+        result: ExecResult = await self._within(
+            "exec", self.sandbox.exec(request), request.timeout_s + ANSWER_GRACE_S
+        )
+        if result.status is ExecStatus.UNKNOWN or result.exec_id != request.exec_id:
+            raise ExecUnknown(
+                f"The outcome of command {request.exec_id} in sandbox {self.sandbox.info.id} is unknown.",
+                phase="exec",
+            )
+        if result.kill_verified is False:
+            self._unverified_kills += 1
+            raise SandboxError(
+                f"Sandbox {self.sandbox.info.id}: command {request.exec_id} survived its kill.",
+                code="kill_unverified",
+                phase="exec",
+            )
+        flood = max(result.stdout.bytes_total, result.stderr.bytes_total) >= OUTPUT_LIMIT_BYTES
+        if result.status is ExecStatus.KILLED and not flood:
+            self._killed_by_others += 1
+            raise ExecUnknown(
+                f"Command {request.exec_id} in sandbox {self.sandbox.info.id} was killed from outside.",
+                code="exec_killed",
+                phase="exec",
+            )
+        self._framed += 1
+        return result
+
+    async def read_file(self, path: str, *, max_bytes: int) -> bytes:
+        raw: bytes = await self._within("read_file", self.sandbox.read_file(path, max_bytes=max_bytes))
+        return raw
+
+    async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
+        await self._within("write_file", self.sandbox.write_file(path, data, mode=mode))
+
+    async def kill_all(self) -> int:
+        count: int = await self._within("kill_all", self.sandbox.kill_all())
+        return count
+
+    async def diff(self) -> tuple[FileChange, ...]:
+        changes: tuple[FileChange, ...] = await self._within("diff", self.sandbox.diff())
+        self._diff_taken = True
+        return changes
+
+    # --------------------------------------------------------------------------------------------- evidence
+
+    def oom_kills(self) -> int | None:
+        """Kills for memory between the first and the last probe; None when the kernel does not tell."""
+        first, last = self._before, self._after
+        if first is None or last is None or first.oom_kills is None or last.oom_kills is None:
+            return None
+        return last.oom_kills - first.oom_kills
+
+    def _link(self, key: EvidenceKey, holds: bool | None, **facts: JsonScalar) -> Evidence:
+        return Evidence(key=key, holds=holds, facts=facts)
+
+    def evidence(self) -> tuple[Evidence, ...]:
+        """E1 to E6 as far as they are known now."""
+        info = self.sandbox.info
+        unlimited = "memory" not in info.limits_enforced
+        counted = self.oom_kills() is not None or unlimited
+        return (
+            self._link(
+                EvidenceKey.E1_START,
+                info.image_digest == self._image and info.spec == self._spec,
+                session=self._session,
+                sandbox=info.id,
+                backend=info.backend,
+                isolation=info.isolation,
+                image=info.image_digest,
+                expected_image=self._image,
+                limits=",".join(info.limits_enforced),
+            ),
+            self._link(
+                EvidenceKey.E2_PROBE_BEFORE,
+                None if self._before is None else self._before.alive,
+                processes=None if self._before is None else self._before.processes,
+            ),
+            self._link(
+                EvidenceKey.E3_SAME_INSTANCE,
+                None if self._probes < 2 else self._strangers == 0,
+                instance=info.instance,
+                probes=self._probes,
+            ),
+            self._link(
+                EvidenceKey.E4_EXECS_FRAMED,
+                self._framed == self._execs and not self._unverified_kills,
+                execs=self._execs,
+                framed=self._framed,
+            ),
+            self._link(
+                EvidenceKey.E5_NO_FOREIGN_LOSS,
+                None
+                if self._probes < 2 or not counted
+                else self._killed_by_others == 0 and self._after is not None and self._after.alive,
+                oom_kills=self.oom_kills(),
+                memory_limit_enforced=not unlimited,
+                disk_free_bytes=self._after.disk_free_bytes if self._after else None,
+            ),
+            self._link(
+                EvidenceKey.E6_PROBE_AFTER,
+                None if not self._diff_taken else self._after is not None and self._after.alive,
+                diff_taken=self._diff_taken,
+            ),
+        )

@@ -1,0 +1,490 @@
+"""A workspace diff to a signed verdict: graded in a fresh sandbox that the policy never touched.
+
+The verifier holds the original image plus the diff, with protected paths as they were, and the package's
+`tests/`, which exist nowhere else. Tests are judged by name; a missing one is not passed. Whatever is not the
+policy's (a lost sandbox, an out-of-memory kill of the verifier, starvation, no report) is tried once more and
+then leaves no reward. What is the policy's (broken code, an endless loop, `os._exit`) is scored. Nothing is
+read from stdout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import math
+import posixpath
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentrl.errors import BoundaryError, SandboxError, TaskError
+from agentrl.types import (
+    Evidence,
+    EvidenceKey,
+    ExecStatus,
+    Fault,
+    JsonScalar,
+    Task,
+    TestOutcome,
+    Verdict,
+    content_hash,
+    to_json,
+)
+from envs.evidence import Admission, Witness, fault_of
+from envs.report import PROGRAM_HASH, TestReport, TestRun
+from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Isolation, Mount
+from envs.tasks import package
+
+GRADER_REVISION = f"1+{PROGRAM_HASH[:16]}"
+"""Changes whenever the meaning of a verdict does."""
+TESTS_TARGET = "/tests"
+LOGS_TARGET = "/logs/verifier"
+VERIFY_ATTEMPTS = 2
+CREATE_DEADLINE_S = 120.0
+STARVED_SHARE = 0.25
+"""Share of its deadline that a timed-out test may have waited for a CPU before the timeout is the
+machine's."""
+REWARD_FILE_BYTES = 64 * 1024
+
+
+def sign(verdict: Verdict, key: bytes) -> Verdict:
+    """The verdict with its HMAC-SHA256."""
+    return replace(verdict, signature=_signature(verdict, key))
+
+
+def verify_signature(verdict: Verdict, key: bytes) -> bool:
+    """Whether the verdict is exactly what the holder of `key` signed."""
+    return hmac.compare_digest(verdict.signature, _signature(verdict, key))
+
+
+def _signature(verdict: Verdict, key: bytes) -> str:
+    return hmac.new(key, to_json(replace(verdict, signature="")), hashlib.sha256).hexdigest()
+
+
+# -------------------------------------------------------------------------------------------------- the diff
+
+
+def diff_hash(changes: tuple[FileChange, ...]) -> str:
+    """sha256 of a diff: what a verdict says it judged."""
+    return content_hash(
+        *(
+            p
+            for c in changes
+            for p in (c.path.encode(), c.kind.encode(), oct(c.mode).encode(), c.content or b"")
+        )
+    )
+
+
+def _is_cache(path: str) -> bool:
+    return "__pycache__" in path.split("/") or path.endswith((".pyc", ".pyo"))
+
+
+def gradable(
+    changes: tuple[FileChange, ...], protected: tuple[str, ...]
+) -> tuple[tuple[FileChange, ...], int]:
+    """The diff without protected paths and bytecode caches, and how many protected changes were undone.
+
+    A protected path is undone with everything below it; a parent that was deleted or became something other
+    than a folder is undone as a whole. Raises `SandboxError` on a path that leaves the workdir.
+    """
+    kept, undone = [], 0
+    guarded = tuple(posixpath.normpath(p) for p in protected)
+    for change in changes:
+        path = posixpath.normpath(change.path)
+        if path.startswith(("/", "../")) or path == "..":
+            raise SandboxError(
+                f"The diff names {change.path}, outside the workdir.", code="bad_diff", phase="diff"
+            )
+        below = any(path == p or path.startswith(p + "/") for p in guarded)
+        above = change.kind != "dir" and any(p.startswith(path + "/") for p in guarded)
+        if below or above:
+            undone += 1
+        elif not _is_cache(path):
+            kept.append(change)
+    blocked = {c.path for c in changes if c.kind in ("symlink", "file")} - {c.path for c in kept}
+    return tuple(c for c in kept if not any(c.path.startswith(b + "/") for b in blocked)), undone
+
+
+# ---------------------------------------------------------------------------------------------- verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What one run of the verifier proved."""
+
+    passed: bool
+    components: dict[str, float]
+    reward: float
+    tests: tuple[TestOutcome, ...]
+    evidence: tuple[Evidence, ...]
+    flags: tuple[str, ...]
+    fault: Fault | None = None
+
+
+async def grade(
+    task: Task,
+    backend: Backend,
+    *,
+    image: str,
+    changes: tuple[FileChange, ...],
+    session: str,
+    seen: tuple[Evidence, ...],
+    admission: Admission | None,
+    signing_key: bytes,
+    fault: Fault | None = None,
+) -> Verdict:
+    """Judge a diff. `seen` is the evidence about the agent's sandbox (E1 to E6); `fault` one that is scored.
+
+    Never raises a `BoundaryError`: what fails is recorded as the verdict's fault.
+    """
+    admitted = _admitted(task, image, admission)
+    try:
+        kept, undone = gradable(changes, task.grader.protected_paths)
+        result = await verify(task, backend, image=image, changes=kept, session=session)
+    except BoundaryError as error:
+        return sign(unscored(fault_of(error), (*seen, admitted), isolation=backend.isolation), signing_key)
+    evidence = (*seen, *result.evidence, admitted)
+    flags = (*result.flags, *(("protected_paths_restored",) if undone else ()))
+    problem = result.fault or _missing(evidence)
+    verdict = Verdict(
+        reward=result.reward if problem is None else None,
+        components=result.components if problem is None else {},
+        evidence=_complete(evidence),
+        fault=problem or fault,
+        grader_revision=GRADER_REVISION,
+        isolation=backend.isolation,
+        tests=result.tests,
+        flags=flags,
+    )
+    return sign(verdict, signing_key)
+
+
+def unscored(
+    fault: Fault, evidence: tuple[Evidence, ...], *, isolation: Isolation, flags: tuple[str, ...] = ()
+) -> Verdict:
+    """A verdict without reward, not yet signed: what is not known is said to be unknown."""
+    return Verdict(
+        reward=None,
+        evidence=_complete(evidence),
+        fault=fault,
+        grader_revision=GRADER_REVISION,
+        isolation=isolation,
+        flags=flags,
+    )
+
+
+def _complete(evidence: tuple[Evidence, ...]) -> tuple[Evidence, ...]:
+    known = {e.key: e for e in evidence}
+    return tuple(known.get(key, Evidence(key=key, holds=None)) for key in EvidenceKey)
+
+
+def _missing(evidence: tuple[Evidence, ...]) -> Fault | None:
+    """The fault of the first link that does not hold."""
+    for link in _complete(evidence):
+        if link.holds is not True:
+            task_own = link.key is EvidenceKey.E10_TASK_VALIDATED
+            return Fault(
+                owner="task" if task_own else "environment",
+                code="not_admitted" if task_own else "evidence_missing",
+                phase="verify",
+                retryable=not task_own,
+                message=f"{link.key} does not hold"
+                + (
+                    ": admit the task on this backend first."
+                    if task_own
+                    else ": the reward can not be trusted."
+                ),
+                evidence={"link": str(link.key), **link.facts},
+            )
+    return None
+
+
+def _admitted(task: Task, image: str, admission: Admission | None) -> Evidence:
+    key = EvidenceKey.E10_TASK_VALIDATED
+    if admission is None:
+        return Evidence(key=key, holds=False, facts={"admission": None})
+    matches = (
+        admission.task_id == task.id
+        and admission.revision == task.revision
+        and admission.image_digest == image
+    )
+    return Evidence(
+        key=key,
+        holds=admission.valid and matches,
+        facts={
+            "revision": admission.revision,
+            "matches": matches,
+            "valid": admission.valid,
+            "mode": admission.mode,
+            "repeats": admission.repeats,
+            "admitted_at": admission.admitted_at,
+        },
+    )
+
+
+async def verify(
+    task: Task, backend: Backend, *, image: str, changes: tuple[FileChange, ...], session: str
+) -> Verified:
+    """Run the verifier on a gradable diff; once more when what failed was not the policy's."""
+    for attempt in range(1, VERIFY_ATTEMPTS + 1):
+        try:
+            return await _once(
+                task, backend, image=image, changes=changes, session=f"{session}-verify{attempt}"
+            )
+        except BoundaryError as error:
+            if not error.retryable or attempt == VERIFY_ATTEMPTS:
+                error.evidence.setdefault("verify_attempts", attempt)
+                raise
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+async def _once(
+    task: Task, backend: Backend, *, image: str, changes: tuple[FileChange, ...], session: str
+) -> Verified:
+    folder = Path(task.path)
+    if package.revision_of(folder) != task.revision:
+        raise TaskError(
+            f"{folder} changed after it was loaded.",
+            fix="Load the task again.",
+            code="task_changed",
+            phase="verify",
+        )
+    try:
+        async with asyncio.timeout(CREATE_DEADLINE_S + 10.0):
+            sandbox = await backend.create(
+                task.sandbox,
+                image=image,
+                session=session,
+                mounts=(Mount(source=str(folder / "tests"), target=TESTS_TARGET),),
+                apply=changes,
+                deadline_s=CREATE_DEADLINE_S,
+            )
+    except TimeoutError as error:
+        raise SandboxError(
+            "The verifier sandbox did not start in time.", code="no_answer", phase="create"
+        ) from error
+    try:
+        witness = Witness(sandbox, image=image, spec=task.sandbox, session=session)
+        await witness.probe("verify")
+        files = package.test_files(folder)
+        judge = _by_tests if task.grader.kind == "tests" else _by_script
+        verified = await judge(task, witness, files, session)
+    finally:
+        await sandbox.close()
+    return replace(verified, evidence=(_fresh(witness, changes), *verified.evidence))
+
+
+def _fresh(witness: Witness, changes: tuple[FileChange, ...]) -> Evidence:
+    """E7: the verifier's own E1 to E5, and what was laid over the image."""
+    own = {e.key: e for e in witness.evidence() if e.key is not EvidenceKey.E6_PROBE_AFTER}
+    facts: dict[str, JsonScalar] = {f"verifier_{key}": link.holds for key, link in own.items()}
+    facts |= {
+        "sandbox": witness.sandbox.info.id,
+        "instance": witness.sandbox.info.instance,
+        "diff": diff_hash(changes),
+        "changes": len(changes),
+        "test_files_match": True,  # the judges raise otherwise
+    }
+    return Evidence(
+        key=EvidenceKey.E7_FRESH_VERIFIER, holds=all(e.holds is True for e in own.values()), facts=facts
+    )
+
+
+def _environment(code: str, message: str, **evidence: JsonScalar) -> SandboxError:
+    return SandboxError(f"Verifier: {message}", code=code, phase="verify", evidence=evidence)
+
+
+async def _ended(witness: Witness, result: ExecResult) -> None:
+    """Raise unless the verifier's command exited by itself and the kernel killed nothing for memory."""
+    await witness.probe("verify")
+    if result.status is ExecStatus.OOM or witness.oom_kills():
+        raise _environment("verifier_oom", "something was killed for memory.", oom_kills=witness.oom_kills())
+    if result.status is ExecStatus.TIMEOUT:
+        raise _environment("verifier_timeout", "no answer within the grader's time.", wall_ms=result.wall_ms)
+    if result.status is not ExecStatus.EXITED:
+        raise _environment(
+            "verifier_killed", f"it was {result.status} before its report.", signal=result.signal
+        )
+
+
+# --------------------------------------------------------------------------------------------- tests by name
+
+
+async def _by_tests(task: Task, witness: Witness, files: dict[str, str], session: str) -> Verified:
+    required = (*task.grader.fail_to_pass, *task.grader.pass_to_pass)
+    names = tuple(dict.fromkeys(name.partition("::")[0] for name in required))
+    run = TestRun.of(
+        tuple(f"{TESTS_TARGET}/{name}" for name in names),
+        root=TESTS_TARGET + "/",
+        exec_id=f"{session}-tests",
+        timeout_s=task.grader.timeout_s,
+        canaries=True,
+    )
+    started = time.monotonic()
+    result = await witness.exec(run.request)
+    await _ended(witness, result)
+    report = run.parse(result.report)
+    _believable(task, report, files, oom_counted=witness.oom_kills() is not None)
+    outcomes = {test.name: test for test in report.tests}
+    tests = tuple(outcomes.get(name, TestOutcome(name=name, outcome="missing")) for name in required)
+    if all(test.outcome == "missing" for test in tests):
+        raise TaskError("None of the named tests exists in tests/.", code="nothing_collected", phase="verify")
+    share = sum(test.outcome == "passed" for test in tests) / len(tests)
+    passed = share == 1.0 and report.canaries == "behaved"
+    e8 = Evidence(
+        key=EvidenceKey.E8_REPORT_COMPLETE,
+        holds=report.canaries != "forged",
+        facts={
+            "exit_code": result.exit_code,
+            "complete": report.complete,
+            "canaries": report.canaries,
+            "parent_hidden": report.hidden,
+            "tests": len(tests),
+            "report": hashlib.sha256(result.report or b"").hexdigest(),
+        },
+    )
+    e9 = Evidence(
+        key=EvidenceKey.E9_REWARD_FINITE, holds=True, facts={"verify_s": round(time.monotonic() - started, 4)}
+    )
+    forged = report.canaries == "forged"
+    return Verified(
+        passed=passed,
+        reward=1.0 if passed else 0.0,
+        components={"tests_passed": share},
+        tests=tests,
+        evidence=(e8, e9),
+        flags=("verifier_untrusted",) if forged else (),
+        fault=Fault(
+            owner="policy",
+            code="report_forged",
+            phase="verify",
+            retryable=False,
+            message="A canary test was answered wrongly: the tested code tampered with the test process.",
+        )
+        if forged
+        else None,
+    )
+
+
+def _believable(task: Task, report: TestReport, files: dict[str, str], *, oom_counted: bool) -> None:
+    """Raise unless the report is whole, of the package's own files, and no timeout was the machine's."""
+    if not report.complete:
+        raise _environment(
+            "verifier_no_report", "its report is missing or incomplete.", started=report.started
+        )
+    budget_ms = task.grader.timeout_s * 1000
+    for seen in report.files:
+        relative = seen.path.removeprefix(TESTS_TARGET + "/")
+        if seen.sha256 != files.get(relative):
+            raise _environment("tests_differ", f"{relative} is not the package's.", sha256=seen.sha256)
+        if seen.problem:
+            raise TaskError(
+                f"tests/{relative}: {seen.problem}",
+                fix="Correct the test file.",
+                code="test_file",
+                phase="verify",
+            )
+        if seen.ended == "timeout":
+            unknown = seen.queued_ms < 0 and seen.cpu_ms < budget_ms / 2
+            if unknown or seen.queued_ms > STARVED_SHARE * budget_ms:
+                raise _environment(
+                    "verifier_contention",
+                    f"{relative} timed out on a busy machine.",
+                    queued_ms=seen.queued_ms,
+                    cpu_ms=seen.cpu_ms,
+                )
+        if seen.ended == "signal 9" and not oom_counted:
+            raise _environment("verifier_killed", f"{relative} was killed and nobody counted why.")
+
+
+# ----------------------------------------------------------------------------------------- the Harbor script
+
+
+async def _by_script(task: Task, witness: Witness, files: dict[str, str], session: str) -> Verified:
+    """`tests/test.sh` writes `reward.json` (wins) or `reward.txt`. It runs as the sandbox's root."""
+    for name, digest in files.items():
+        raw = await witness.read_file(f"{TESTS_TARGET}/{name}", max_bytes=16 * 1024 * 1024)
+        if hashlib.sha256(raw).hexdigest() != digest:
+            raise _environment("tests_differ", f"{name} is not the package's.")
+    for stale in ("reward.json", "reward.txt"):
+        if await _reward_file(witness, stale) is not None:
+            raise _environment("stale_reward", f"{LOGS_TARGET}/{stale} exists in a fresh sandbox.")
+    started = time.monotonic()
+    result = await witness.exec(
+        ExecRequest(
+            exec_id=f"{session}-script",
+            argv=("bash", "-c", f"mkdir -p {LOGS_TARGET} && exec bash {TESTS_TARGET}/test.sh"),
+            timeout_s=task.grader.timeout_s,
+            user="root",
+        )
+    )
+    await _ended(witness, result)
+    if result.exit_code != 0:
+        raise TaskError(
+            f"tests/test.sh exited {result.exit_code}.",
+            fix="It must exit 0 whatever the reward; anything else means that it could not judge.",
+            code="script_failed",
+            phase="verify",
+        )
+    if result.leftovers_killed:
+        raise TaskError(
+            f"{result.leftovers_killed} processes outlived tests/test.sh and may have written the reward.",
+            fix="End in test.sh what it starts.",
+            code="script_leftovers",
+            phase="verify",
+        )
+    components = await _reward(witness)
+    reward = components["reward"]
+    e8 = Evidence(
+        key=EvidenceKey.E8_REPORT_COMPLETE,
+        holds=True,
+        facts={"exit_code": 0, "canaries": "admission", "verify_s": round(time.monotonic() - started, 4)},
+    )
+    e9 = Evidence(key=EvidenceKey.E9_REWARD_FINITE, holds=True, facts={"stale": False})
+    return Verified(
+        passed=reward >= 1.0, reward=reward, components=components, tests=(), evidence=(e8, e9), flags=()
+    )
+
+
+async def _reward_file(witness: Witness, name: str) -> bytes | None:
+    try:
+        return await witness.read_file(f"{LOGS_TARGET}/{name}", max_bytes=REWARD_FILE_BYTES)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise TaskError(f"{LOGS_TARGET}/{name}: {error}", code="reward_file", phase="verify") from error
+
+
+async def _reward(witness: Witness) -> dict[str, float]:
+    """The finite numbers of the reward file, `reward` among them; `TaskError` when there is none."""
+    raw = await _reward_file(witness, "reward.json")
+    try:
+        if raw is not None:
+            values = json.loads(raw)
+        else:
+            raw = await _reward_file(witness, "reward.txt")
+            values = None if raw is None else {"reward": float(raw.decode("ascii").strip())}
+    except ValueError as error:
+        raise TaskError(
+            f"The reward file holds no number: {error}", code="reward_file", phase="verify"
+        ) from error
+    if values is None:
+        raise TaskError(
+            f"tests/test.sh wrote neither {LOGS_TARGET}/reward.json nor reward.txt.",
+            code="no_reward",
+            phase="verify",
+        )
+    numbers = {}
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise TaskError(
+                f"reward.json: {name} is not a finite number.", code="reward_not_finite", phase="verify"
+            )
+        numbers[str(name)] = float(value)
+    if "reward" not in numbers:
+        if len(numbers) != 1:
+            raise TaskError("reward.json has no key 'reward'.", code="reward_file", phase="verify")
+        numbers = {"reward": next(iter(numbers.values()))}
+    return numbers

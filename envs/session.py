@@ -1,0 +1,302 @@
+"""A task alive in a sandbox: actions in, observations out, and at the end a signed verdict.
+
+    opened → provisioning → ready ⇄ running → finalizing → verifying → done | failed | cancelled | lost
+
+The session collects the evidence E1 to E6 itself. What the policy does wrong comes back as an observation;
+whatever is not the policy's raises a `BoundaryError`, which the caller hands to `finalize` as a fault. One
+log of transitions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from agentrl.errors import BoundaryError, SandboxError, SandboxLost, nearest
+from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict
+from envs import grading, tools
+from envs.evidence import Admission, Witness, fault_of
+from envs.sandbox.contract import Backend, ExecRequest, ExecResult
+
+CREATE_DEADLINE_S = 120.0
+
+
+class State(StrEnum):
+    PROVISIONING = "provisioning"
+    """The image is prepared and the sandbox made."""
+    READY = "ready"
+    """Waiting for an action."""
+    RUNNING = "running"
+    """An action is being performed."""
+    FINALIZING = "finalizing"
+    """Processes are killed, health is probed, the diff is taken."""
+    VERIFYING = "verifying"
+    """A fresh sandbox judges the diff."""
+    DONE = "done"
+    """There is a verdict with a reward."""
+    FAILED = "failed"
+    """There is a verdict without a reward."""
+    CANCELLED = "cancelled"
+    """Stopped from outside, or closed without a verdict."""
+    LOST = "lost"
+    """The sandbox is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """One line of the log."""
+
+    at: float
+    state: State
+    note: str = ""
+
+
+class Session:
+    """One attempt's environment. Made by `open`; one action at a time; `close` always, also after an
+    error."""
+
+    def __init__(
+        self,
+        task: Task,
+        backend: Backend,
+        *,
+        session_id: str,
+        signing_key: bytes,
+        admission: Admission | None,
+        image: str,
+        witness: Witness,
+        log: list[Transition],
+    ) -> None:
+        self.task = task
+        self.id = session_id
+        self.tools: list[dict[str, Any]] = tools.tool_schemas(task.tools)
+        self.submitted = False
+        self.verdict: Verdict | None = None
+        self._backend = backend
+        self._signing_key = signing_key
+        self._admission = admission
+        self._image = image
+        self._witness = witness
+        self._log = log
+        self._execs = 0
+        self._lock = asyncio.Lock()
+
+    @classmethod
+    async def open(
+        cls, task: Task, backend: Backend, *, session_id: str, signing_key: bytes, admission: Admission | None
+    ) -> Session:
+        """Prepare the image, create the sandbox, probe it. Raises `BoundaryError`; nothing is left behind
+        then."""
+        log = [Transition(at=time.time(), state=State.PROVISIONING)]
+        image = await prepare(task, backend)
+        try:
+            async with asyncio.timeout(CREATE_DEADLINE_S + 10.0):
+                sandbox = await backend.create(
+                    task.sandbox, image=image, session=session_id, deadline_s=CREATE_DEADLINE_S
+                )
+        except TimeoutError as error:
+            raise SandboxError(
+                f"Session {session_id}: no sandbox within {CREATE_DEADLINE_S:g} s.",
+                code="no_answer",
+                phase="create",
+            ) from error
+        witness = Witness(sandbox, image=image, spec=task.sandbox, session=session_id)
+        try:
+            await witness.probe("health")
+        except BaseException:
+            await sandbox.close()
+            raise
+        log.append(Transition(at=time.time(), state=State.READY))
+        return cls(
+            task,
+            backend,
+            session_id=session_id,
+            signing_key=signing_key,
+            admission=admission,
+            image=image,
+            witness=witness,
+            log=log,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def state(self) -> State:
+        return self._log[-1].state
+
+    @property
+    def log(self) -> tuple[Transition, ...]:
+        return tuple(self._log)
+
+    def _move(self, state: State, note: str = "") -> None:
+        self._log.append(Transition(at=time.time(), state=state, note=note))
+
+    # ---------------------------------------------------------------------------------------------- actions
+
+    async def call(self, action: Action) -> Observation:
+        """Perform one action. Raises `BoundaryError` for anything that is not the policy's; the session is
+        then over."""
+        async with self._lock:
+            if self.state is not State.READY:
+                raise SandboxError(
+                    f"Session {self.id} is {self.state}, not ready for an action.",
+                    owner="gateway",
+                    code="not_ready",
+                    retryable=False,
+                )
+            self._move(State.RUNNING, action.tool)
+            started = time.perf_counter()
+            try:
+                result = await self._perform(action)
+            except SandboxLost as error:
+                self._move(State.LOST, error.code)
+                raise
+            except BoundaryError as error:
+                self._move(State.FAILED, error.code)
+                raise
+            except BaseException:
+                self._move(State.CANCELLED, "interrupted")
+                raise
+            self._move(State.READY)
+            elapsed = (time.perf_counter() - started) * 1000
+            queued = result.queue_ms or 0.0
+            return Observation(
+                action_id=action.id,
+                text=result.text,
+                is_error=result.is_error,
+                status=result.status,
+                exit_code=result.exit_code,
+                wall_ms=result.wall_ms if result.wall_ms is not None else elapsed - queued,
+                queue_ms=queued,
+                truncated_bytes=result.truncated_bytes,
+                data=result.data,
+            )
+
+    async def _perform(self, action: Action) -> tools.ToolResult:
+        if action.error is not None:
+            return tools.failed(action.error)
+        if self.submitted:
+            return tools.failed("The work has been submitted; nothing can be done any more.")
+        if action.tool not in self.task.tools:
+            return tools.failed(f"Unknown tool '{action.tool}'. {nearest(action.tool, self.task.tools)}")
+        return await tools.get(action.tool).call(self, action.arguments)
+
+    # ----------------------------------------------------------------------------------- the tools' workspace
+
+    def next_exec_id(self) -> str:
+        self._execs += 1
+        return f"{self.id}-{self._execs}"
+
+    async def exec(self, request: ExecRequest) -> ExecResult:
+        return await self._witness.exec(request)
+
+    async def read_file(self, path: str, *, max_bytes: int) -> bytes:
+        return await self._witness.read_file(self._at(path), max_bytes=max_bytes)
+
+    async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
+        await self._witness.write_file(self._at(path), data, mode=mode)
+
+    def _at(self, path: str) -> str:
+        return posixpath.join(self.task.sandbox.workdir, path)
+
+    async def visible_tests(self) -> tuple[str, ...]:
+        named = self.task.metadata.get("visible_tests")
+        return tuple(named) if named else visible_tests(self.task)
+
+    def submit(self) -> None:
+        self.submitted = True
+
+    # ------------------------------------------------------------------------------------------- the verdict
+
+    async def finalize(self, *, termination: Termination, fault: Fault | None) -> Verdict:
+        """The verdict; asked again, the same one.
+
+        A fault that is not scored (or a cancelled attempt) is the verdict: no reward. Otherwise every process
+        is killed, the sandbox probed and its diff judged elsewhere, also when the attempt ran out of time.
+        """
+        async with self._lock:
+            if self.verdict is not None:
+                return self.verdict
+            if fault is None and termination in (Termination.CANCELLED, Termination.FAULT):
+                fault = Fault(
+                    owner="gateway",
+                    code=str(termination),
+                    phase="run",
+                    retryable=True,
+                    message=f"The attempt ended as {termination}; it is not evidence of anything.",
+                )
+            if fault is None and self.state is not State.READY:
+                fault = Fault(
+                    owner="gateway",
+                    code="not_ready",
+                    phase="finalize",
+                    retryable=True,
+                    message=f"Finalized while {self.state}, after an error that nobody reported.",
+                )
+            self.verdict = await self._judge(fault)
+            if self.verdict.reward is not None:
+                self._move(State.DONE)
+            elif termination is Termination.CANCELLED:
+                self._move(State.CANCELLED)
+            else:
+                self._move(State.FAILED, self.verdict.fault.code if self.verdict.fault else "")
+            return self.verdict
+
+    async def _judge(self, fault: Fault | None) -> Verdict:
+        if fault is not None and not fault.scored:
+            return self._unscored(fault)
+        self._move(State.FINALIZING)
+        try:
+            await self._witness.kill_all()
+            await self._witness.probe("finalize")
+            changes = await self._witness.diff()
+        except BoundaryError as error:
+            return self._unscored(fault_of(error))
+        seen = self._witness.evidence()
+        self._move(State.VERIFYING)
+        return await grading.grade(
+            self.task,
+            self._backend,
+            image=self._image,
+            changes=changes,
+            session=self.id,
+            seen=seen,
+            admission=self._admission,
+            signing_key=self._signing_key,
+            fault=fault,
+        )
+
+    def _unscored(self, fault: Fault) -> Verdict:
+        verdict = grading.unscored(fault, self._witness.evidence(), isolation=self._backend.isolation)
+        return grading.sign(verdict, self._signing_key)
+
+    async def close(self) -> None:
+        """End the sandbox. Idempotent; without a verdict the session counts as cancelled."""
+        await self._witness.sandbox.close()
+        if self.verdict is None and self.state not in (State.CANCELLED, State.LOST, State.FAILED):
+            self._move(State.CANCELLED, "closed")
+
+
+async def prepare(task: Task, backend: Backend) -> str:
+    """The digest of the task's image on this backend."""
+    folder = Path(task.path) / "environment"
+    return await backend.prepare(str(folder) if task.sandbox.image.startswith("dir:") else task.sandbox.image)
+
+
+def visible_tests(task: Task) -> tuple[str, ...]:
+    """`test_*.py` in the root and in `tests/` of the original workdir, sorted."""
+    folder = Path(task.path) / "environment"
+    found = (*folder.glob("test_*.py"), *folder.glob("tests/test_*.py"))
+    return tuple(sorted(str(path.relative_to(folder)) for path in found))
