@@ -1,9 +1,11 @@
-"""What every sandbox backend promises, and the records on its wire. One conformance suite holds all backends to it.
+"""What every sandbox backend promises, and the records on its wire. One conformance suite holds all backends
+to it.
 
-A sandbox is a place where a policy's commands run and from which nothing but records come out. The exec contract:
-one-shot `bash -lc`, stdin `/dev/null` unless given, no TTY; the clock starts when the process starts inside; a
-timeout sends TERM to the group, waits 2 s, kills the whole tree (a `setsid` child too), verifies that it is empty,
-then answers; output is bytes (head and tail kept, counted beyond); the same `exec_id` never runs twice.
+A sandbox is a place where a policy's commands run and from which nothing but records come out. The exec
+contract: one-shot `bash -lc`, stdin `/dev/null` unless given, no TTY; the clock starts when the process
+starts inside; a timeout sends TERM to the group, waits 2 s, kills the whole tree (a `setsid` child too),
+verifies that it is empty, then answers; output is bytes (head and tail kept, counted beyond); the same
+`exec_id` never runs twice.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class ExecRequest:
     user: Literal["policy", "root"] = "policy"
     """`root` is the sandbox's own root, for set-up and grading; never the host's."""
     report_fd: bool = False
-    """Give the command an extra pipe as fd 3, returned as `ExecResult.report`: a channel apart from its output."""
+    """Give the command an extra pipe as fd 3, returned as `ExecResult.report`: a channel apart from its
+    output."""
 
     def __post_init__(self) -> None:
         if (self.command is None) == (self.argv is None):
@@ -91,6 +94,10 @@ class ExecResult:
     wall_ms: float
     queue_ms: float = 0.0
     leftovers_killed: int = 0
+    leftovers_alive: int = 0
+    """Processes that the command left running when it exited by itself."""
+    reason: Literal["output_limit", "cancelled", "kill_all", "orphaned", "supervisor_died"] | None = None
+    """Why it was killed or is unknown; None for everything else."""
     kill_verified: bool | None = None
     """After a timeout or kill: whether the tree was seen empty. False condemns the sandbox."""
 
@@ -154,8 +161,8 @@ class Sandbox(Protocol):
         ...
 
     async def read_file(self, path: str, *, max_bytes: int = 16 * 1024 * 1024) -> bytes:
-        """Bytes of a file as the policy user sees it. Raises FileNotFoundError, IsADirectoryError, PermissionError,
-        or ValueError when it is larger than `max_bytes`."""
+        """Bytes of a file as the policy user sees it. Raises FileNotFoundError, IsADirectoryError,
+        PermissionError, or ValueError when it is larger than `max_bytes`."""
         ...
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
@@ -188,7 +195,8 @@ class Backend(Protocol):
     def isolation(self) -> Isolation: ...
 
     async def prepare(self, environment_dir: str) -> str:
-        """Make the image of a task's `environment/` folder available; returns its digest. Idempotent, single-flight."""
+        """Make the image of a task's `environment/` folder available; returns its digest. Idempotent,
+        single-flight."""
         ...
 
     async def create(
@@ -201,8 +209,8 @@ class Backend(Protocol):
         apply: tuple[FileChange, ...] = (),
         deadline_s: float = 120.0,
     ) -> Sandbox:
-        """A ready sandbox from the prepared image digest, with `apply` laid over its workdir. Raises `SandboxError`
-        with phase (prepare, create, start, agent, health) and code."""
+        """A ready sandbox from the prepared image digest, with `apply` laid over its workdir. Raises
+        `SandboxError` with phase (prepare, create, start, agent, health) and code."""
         ...
 
     async def close(self) -> None:

@@ -1,0 +1,157 @@
+"""A task's `environment/` folder to a content-addressed, read-only copy that sandboxes share as their lower
+layer.
+
+The image holds the workspace files of the folder (what is under `files/` when that exists, else everything
+but the recipe for a container), laid at the workdir. Invariant: a folder named by a digest is complete and
+never written again; copies of the same folder made at the same time end as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from agentrl.errors import SandboxError, TaskError
+from agentrl.types import content_hash
+
+RECIPES = frozenset(
+    {
+        "Dockerfile",
+        ".dockerignore",
+        "docker-compose.yaml",
+        "docker-compose.yml",
+        "compose.yaml",
+        "compose.yml",
+    }
+)
+"""Files of an environment folder that say how to build a container; not part of the workspace."""
+
+
+def folder_digest(folder: Path) -> str:
+    """`dir:` and the sha256 over relative paths, modes as git keeps them, and bytes of a whole folder."""
+    entries = []
+    for path in _walk(folder):
+        facts = path.lstat()
+        relative = os.fsencode(path.relative_to(folder))
+        if stat.S_ISLNK(facts.st_mode):
+            entries.append((relative, b"120000", os.fsencode(os.readlink(path))))
+        elif stat.S_ISREG(facts.st_mode):
+            entries.append((relative, b"100755" if facts.st_mode & 0o111 else b"100644", path.read_bytes()))
+        elif not stat.S_ISDIR(facts.st_mode):
+            raise TaskError(
+                f"{path} is neither a file, a folder nor a symlink.",
+                fix="Remove it from the task.",
+                code="bad_image",
+                phase="prepare",
+            )
+    return "dir:" + content_hash(*(part for entry in sorted(entries) for part in entry))
+
+
+def workspace(environment: Path) -> Path:
+    """The folder whose content is laid at the workdir."""
+    files = environment / "files"
+    return files if files.is_dir() else environment
+
+
+def _walk(folder: Path) -> list[Path]:
+    found = []
+    for root, folders, files in os.walk(folder):
+        found += [Path(root, name) for name in (*folders, *files)]
+    return found
+
+
+class Images:
+    """Copies under one root folder, owned by `owner` (uid, gid) when this process may give files away."""
+
+    def __init__(self, root: Path, owner: tuple[int, int] | None) -> None:
+        self._root = root
+        self._owner = owner
+        self._known: dict[str, str] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def prepare(self, environment_dir: str) -> str:
+        """Copy the workspace of an environment folder; returns its digest. Single-flight per folder."""
+        lock = self._locks.setdefault(environment_dir, asyncio.Lock())
+        async with lock:
+            return await asyncio.to_thread(self._copy_environment, Path(environment_dir))
+
+    def _copy_environment(self, environment: Path) -> str:
+        if not environment.is_dir():
+            raise TaskError(
+                f"There is no environment folder {environment}.",
+                fix="Give the task an environment/ folder with its workspace files.",
+                code="bad_image",
+                phase="prepare",
+            )
+        digest = folder_digest(environment)
+        source = workspace(environment)
+        skip = RECIPES if source == environment else frozenset[str]()
+        self._copy(source, self.path(digest), skip)
+        return digest
+
+    async def snapshot(self, folder: str) -> Path:
+        """A copy of a folder that is mounted beside an image (tests): readable inside whatever the modes
+        of the original, and unchanged while it is in use."""
+        return await asyncio.to_thread(self._snapshot, Path(folder))
+
+    def _snapshot(self, folder: Path) -> Path:
+        if not folder.is_dir():
+            raise SandboxError(
+                f"There is no folder {folder} to mount.", code="bad_mount", phase="prepare", retryable=False
+            )
+        target = self.path("mount:" + folder_digest(folder).removeprefix("dir:"))
+        self._copy(folder, target, frozenset())
+        return target
+
+    def path(self, digest: str) -> Path:
+        """Where the copy with this digest is, or would be."""
+        return self._root / digest.replace(":", "-")
+
+    def require(self, digest: str) -> Path:
+        path = self.path(digest)
+        if "/" in digest or not path.is_dir():
+            raise SandboxError(
+                f"There is no prepared image {digest}.",
+                fix="Call prepare() with the task's environment folder first.",
+                code="image_unknown",
+                phase="prepare",
+                retryable=False,
+            )
+        return path
+
+    def _copy(self, source: Path, target: Path, skip: frozenset[str]) -> None:
+        if target.is_dir():
+            return
+        self._root.mkdir(parents=True, exist_ok=True)
+        building = self._root / f".building-{os.getpid()}-{os.urandom(6).hex()}"
+        try:
+            shutil.copytree(
+                source,
+                building,
+                symlinks=True,
+                ignore=lambda folder, names: skip & set(names) if Path(folder) == source else set(),
+            )
+            for path in (building, *_walk(building)):
+                self._settle(path)
+            os.rename(building, target)
+        except OSError as error:
+            shutil.rmtree(building, ignore_errors=True)
+            if not target.is_dir():  # Else someone else was faster with the same content.
+                raise SandboxError(
+                    f"The image of {source} could not be copied to {target}: {error}.",
+                    fix="Check the free space and the rights of the state folder.",
+                    code="image_copy",
+                    phase="prepare",
+                ) from error
+
+    def _settle(self, path: Path) -> None:
+        """Modes as git keeps them, so that an image does not depend on the umask of who made the folder."""
+        facts = path.lstat()
+        if not stat.S_ISLNK(facts.st_mode):
+            executable = stat.S_ISDIR(facts.st_mode) or facts.st_mode & 0o111
+            path.chmod(0o755 if executable else 0o644)
+        if self._owner is not None:
+            os.chown(path, *self._owner, follow_symlinks=False)

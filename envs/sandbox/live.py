@@ -1,0 +1,264 @@
+"""One live sandbox on top of an agent's channel: the part of `Sandbox` that all backends share.
+
+A backend hands in what differs: how the workdir is compared with the image from outside (`differ`), how
+the sandbox is ended (`end`), and, without isolation, how paths are translated. Invariant: after an answer
+that can not be trusted (no answer in time, an unverified kill, a supervisor that died) the sandbox is
+*condemned* and refuses work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from agentrl.errors import ExecUnknown, SandboxError
+from agentrl.types import ExecStatus
+from envs.sandbox.agent import KILL_DEADLINE_S
+from envs.sandbox.channel import Channel
+from envs.sandbox.contract import (
+    TERM_GRACE_S,
+    ExecRequest,
+    ExecResult,
+    FileChange,
+    Health,
+    SandboxInfo,
+    StreamCapture,
+)
+
+TRANSPORT_ALLOWANCE_S = 30.0
+"""Added to every wait for an answer: what an overloaded machine may need beside the command itself."""
+CLOSE_DEADLINE_S = 10.0
+
+Differ = Callable[[], Awaitable[tuple[FileChange, ...]]]
+Ending = Callable[[], Awaitable[None]]
+
+
+class Paths(Protocol):
+    """Translation between the paths that a task knows and those of a sandbox that has no root of its own."""
+
+    def inside(self, text: str) -> str: ...
+
+    def outside(self, raw: bytes) -> bytes: ...
+
+
+class SamePaths:
+    """A sandbox with its own root: nothing to translate."""
+
+    def inside(self, text: str) -> str:
+        return text
+
+    def outside(self, raw: bytes) -> bytes:
+        return raw
+
+
+class LiveSandbox:
+    """See `contract.Sandbox`."""
+
+    def __init__(
+        self,
+        info: SandboxInfo,
+        channel: Channel,
+        *,
+        differ: Differ,
+        end: Ending,
+        paths: Paths | None = None,
+        agent_pid: int | None = None,
+        allowance_s: float = TRANSPORT_ALLOWANCE_S,
+    ) -> None:
+        self._info = info
+        self._channel = channel
+        self._differ = differ
+        self._end = end
+        self._paths = paths or SamePaths()
+        self._allowance_s = allowance_s
+        self._condemned: str | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self.agent_pid = agent_pid
+        """The agent's process as this machine sees it; None where it is on another one."""
+
+    @property
+    def info(self) -> SandboxInfo:
+        return self._info
+
+    async def exec(self, request: ExecRequest) -> ExecResult:
+        header: dict[str, Any] = {
+            "op": "exec",
+            "exec_id": request.exec_id,
+            "env": request.env,
+            "timeout_s": request.timeout_s,
+            "user": request.user,
+            "report_fd": request.report_fd,
+            "has_stdin": request.stdin is not None,
+            "cwd": None if request.cwd is None else self._paths.inside(request.cwd),
+        }
+        if request.command is not None:
+            header["command"] = self._paths.inside(request.command)
+        else:
+            header["argv"] = [self._paths.inside(word) for word in request.argv or ()]
+        deadline = request.timeout_s + TERM_GRACE_S + KILL_DEADLINE_S + self._allowance_s
+        try:
+            answer, body = await self._call(header, request.stdin or b"", deadline_s=deadline)
+        except asyncio.CancelledError:
+            self._channel.post({"op": "cancel", "exec_id": request.exec_id})
+            raise
+        result = self._result(request.exec_id, answer, body)
+        if result.status is ExecStatus.UNKNOWN:
+            self._condemned = f"the supervisor of command {request.exec_id} died"
+        elif result.kill_verified is False:
+            self._condemned = f"the kill of command {request.exec_id} could not be verified"
+        return result
+
+    def _result(self, exec_id: str, answer: dict[str, Any], body: bytes) -> ExecResult:
+        at = 0
+
+        def take(length: int) -> bytes:
+            nonlocal at
+            at += length
+            if at > len(body):
+                self._condemned = f"the answer of command {exec_id} is cut short"
+                raise ExecUnknown(
+                    f"Sandbox {self._info.id}: {self._condemned}.", code="answer_cut", phase="exec"
+                )
+            return body[at - length : at]
+
+        def stream(facts: dict[str, Any]) -> StreamCapture:
+            return StreamCapture(
+                bytes_total=facts["total"],
+                head=take(facts["head"]),
+                tail=take(facts["tail"]),
+                truncated=facts["truncated"],
+                sha256=facts["sha256"],
+            )
+
+        stdout, stderr = stream(answer["stdout"]), stream(answer["stderr"])
+        report = None if answer["report"] is None else self._paths.outside(take(answer["report"]))
+        return ExecResult(
+            exec_id=exec_id,
+            status=ExecStatus(answer["status"]),
+            exit_code=answer["exit_code"],
+            signal=answer["signal"],
+            stdout=stdout,
+            stderr=stderr,
+            report=report,
+            cpu_ms=answer["cpu_ms"],
+            memory_peak_kib=answer["memory_peak_kib"],
+            wall_ms=answer["wall_ms"],
+            leftovers_killed=answer["leftovers_killed"],
+            leftovers_alive=answer["leftovers_alive"],
+            kill_verified=answer["kill_verified"],
+            reason=answer["reason"],
+        )
+
+    async def read_output(
+        self, exec_id: str, *, stream: str = "stdout", offset: int = 0, max_bytes: int = 1024 * 1024
+    ) -> bytes:
+        """Part of the output of a command whose result is truncated (at most 16 MiB of each stream are kept).
+        Raises `FileNotFoundError` for an unknown command, `ValueError` when its output is no longer kept."""
+        header = {
+            "op": "output",
+            "exec_id": exec_id,
+            "stream": stream,
+            "offset": offset,
+            "max_bytes": max_bytes,
+        }
+        _, body = await self._call(header, deadline_s=self._allowance_s)
+        return body
+
+    async def read_file(self, path: str, *, max_bytes: int = 16 * 1024 * 1024) -> bytes:
+        header = {"op": "read", "path": self._paths.inside(path), "max_bytes": max_bytes}
+        facts, body = await self._call(header, deadline_s=self._allowance_s)
+        if len(body) != facts["size"] or hashlib.sha256(body).hexdigest() != facts["sha256"]:
+            raise ExecUnknown(
+                f"Sandbox {self._info.id}: {path} arrived damaged.", code="answer_cut", phase="read_file"
+            )
+        return body
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        digest = hashlib.sha256(data).hexdigest()
+        header = {"op": "write", "path": self._paths.inside(path), "mode": mode, "sha256": digest}
+        await self._call(header, data, deadline_s=self._allowance_s)
+
+    async def apply(self, changes: tuple[FileChange, ...], *, deadline_s: float) -> None:
+        """Lay `changes` over the workdir. For backends, before the sandbox is handed out."""
+        rows = [
+            {"path": c.path, "kind": c.kind, "mode": c.mode, "size": len(c.content or b"")} for c in changes
+        ]
+        body = b"".join(c.content or b"" for c in changes)
+        await self._call({"op": "apply", "changes": rows}, body, deadline_s=deadline_s)
+
+    async def probe(self) -> Health:
+        facts, _ = await self._call({"op": "probe"}, deadline_s=self._allowance_s)
+        return Health(
+            instance=facts["instance"],
+            alive=self._condemned is None,
+            oom_kills=facts["oom_kills"],
+            disk_free_bytes=facts["disk_free_bytes"],
+            processes=facts["processes"],
+        )
+
+    async def kill_all(self) -> int:
+        facts, _ = await self._call({"op": "kill_all"}, deadline_s=2 * KILL_DEADLINE_S + self._allowance_s)
+        if not facts["verified"]:
+            self._condemned = "kill_all could not be verified"
+            raise SandboxError(
+                f"Sandbox {self._info.id}: processes survived kill_all.",
+                fix="Close it and start another.",
+                code="kill_unverified",
+                phase="kill_all",
+            )
+        killed: int = facts["killed"]
+        return killed
+
+    async def diff(self) -> tuple[FileChange, ...]:
+        return await self._differ()
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._channel.close()
+        # What could not be given back in time is the backend's to report (`leaks`); closing never raises.
+        with contextlib.suppress(TimeoutError, OSError, SandboxError):
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                await self._end()
+
+    async def _call(
+        self, header: dict[str, Any], body: bytes = b"", *, deadline_s: float
+    ) -> tuple[dict[str, Any], bytes]:
+        if self._condemned is not None and header["op"] in ("exec", "read", "write", "apply"):
+            raise SandboxError(
+                f"Sandbox {self._info.id} is condemned: {self._condemned}.",
+                fix="Close it and start another.",
+                code="condemned",
+                phase=header["op"],
+            )
+        try:
+            answer, data = await self._channel.call(header, body, deadline_s=deadline_s)
+        except ExecUnknown:
+            self._condemned = f"'{header['op']}' was not answered in time"
+            raise
+        problem = answer.get("error")
+        if problem is not None:
+            raise _local_error(problem, self._info.id, header["op"])
+        return answer, data
+
+
+def _local_error(problem: dict[str, Any], sandbox: str, phase: str) -> Exception:
+    """The exception of our own side for a refusal of the agent."""
+    kind, message = problem["kind"], problem["message"]
+    if kind == "not_found":
+        return FileNotFoundError(message)
+    if kind == "is_dir":
+        return IsADirectoryError(message)
+    if kind == "permission":
+        return PermissionError(message)
+    if kind in ("too_large", "not_regular", "expired", "bad_request"):
+        return ValueError(message)
+    if kind == "os":
+        return OSError(problem.get("errno"), message)
+    return SandboxError(f"Sandbox {sandbox}: {message}.", code=kind, phase=phase)

@@ -1,0 +1,219 @@
+"""Sandboxes without isolation: the agent as an ordinary process in a copy of the image. For development, and
+for machines whose kernel refuses namespaces, where it must be asked for by name (`--insecure-local`).
+
+A policy's command can read and change whatever this user can. Every verdict says `isolation: none`. Paths
+of the task (its workdir, mounts) do not exist here, so they are translated: at the start of arguments, in
+`cwd`, in file calls and, where they stand as whole paths, in the text of a command; back again in reports.
+Paths *inside* scripts are not. No limit is enforced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from agentrl.errors import SandboxError
+from agentrl.types import JsonScalar, SandboxSpec
+from envs.sandbox import agent
+from envs.sandbox.channel import Channel
+from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
+from envs.sandbox.diff import diff_trees
+from envs.sandbox.images import Images
+from envs.sandbox.live import LiveSandbox
+
+
+class _FolderPaths:
+    """Task paths to folders of this machine and back."""
+
+    def __init__(self, folders: dict[str, str]) -> None:
+        self._folders = folders
+        names = "|".join(re.escape(name) for name in sorted(folders, key=len, reverse=True))
+        self._pattern = re.compile(rf"(?<![\w./~-])({names})(?![\w.-])")
+
+    def inside(self, text: str) -> str:
+        return self._pattern.sub(lambda match: self._folders[match[1]], text)
+
+    def outside(self, raw: bytes) -> bytes:
+        for name, folder in self._folders.items():
+            raw = raw.replace(os.fsencode(folder), os.fsencode(name))
+        return raw
+
+
+class PlainBackend:
+    """See `contract.Backend`."""
+
+    def __init__(self, state_dir: Path | None = None, *, python: str | None = None) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="agentrl-plain-") if state_dir is None else None
+        self._state = Path(self._temporary.name) if self._temporary is not None else Path(state_dir or "")
+        self._images = Images(self._state / "images", None)
+        self._python = python or _base_python()
+        self._numbers = itertools.count(1)
+        self._live: set[LiveSandbox] = set()
+
+    @property
+    def name(self) -> str:
+        return "plain"
+
+    @property
+    def isolation(self) -> Isolation:
+        return "none"
+
+    async def prepare(self, environment_dir: str) -> str:
+        return await self._images.prepare(environment_dir)
+
+    async def create(
+        self,
+        spec: SandboxSpec,
+        *,
+        image: str,
+        session: str,
+        mounts: tuple[Mount, ...] = (),
+        apply: tuple[FileChange, ...] = (),
+        deadline_s: float = 120.0,
+    ) -> LiveSandbox:
+        begun = time.monotonic()
+        lower = self._images.require(image)
+        name = f"plain-{os.getpid()}-{next(self._numbers)}"
+        folder = Path(tempfile.mkdtemp(prefix=f"agentrl-{name}-"))
+        try:
+            sandbox = await self._start(spec, lower, image, name, folder, mounts, begun, deadline_s)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._live.add(sandbox)
+        try:
+            await sandbox.apply(apply, deadline_s=deadline_s)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def _start(
+        self,
+        spec: SandboxSpec,
+        lower: Path,
+        image: str,
+        name: str,
+        folder: Path,
+        mounts: tuple[Mount, ...],
+        begun: float,
+        deadline_s: float,
+    ) -> LiveSandbox:
+        work, home, tools = folder / "work", folder / "home", folder / "bin"
+        await asyncio.to_thread(shutil.copytree, lower, work, symlinks=True)
+        home.mkdir()
+        tools.mkdir()
+        for alias in ("python3", "python"):
+            (tools / alias).symlink_to(self._python)
+        folders = {spec.workdir.rstrip("/"): str(work)}
+        for number, mount in enumerate(mounts):
+            target = folder / "mounts" / str(number)
+            await asyncio.to_thread(shutil.copytree, mount.source, target, symlinks=True)
+            folders[mount.target.rstrip("/")] = str(target)
+        settings = {
+            "workdir": str(work),
+            "home": str(home),
+            "path": f"{tools}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "env": spec.env,
+            "shell": ["bash", "--noprofile", "-lc"],
+        }
+        ours, theirs = socket.socketpair()
+        log = folder / "agent.log"
+        with theirs, log.open("wb") as errors:
+            process = subprocess.Popen(  # noqa: ASYNC220  (a vfork and an exec: about a millisecond)
+                [
+                    *(self._python, "-I", "-S", agent.__file__),
+                    *("--config", json.dumps(settings), "--fd", str(theirs.fileno())),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+                start_new_session=True,
+            )
+
+        async def post_mortem() -> dict[str, JsonScalar]:
+            await _ended(process, 0.2)
+            with contextlib.suppress(OSError):
+                return {"exit": process.poll(), "log": log.read_text("utf-8", "backslashreplace")[-4096:]}
+            return {"exit": process.poll()}
+
+        async def end() -> None:
+            self._live.discard(sandbox)
+            if not await _ended(process, 1.0):
+                process.kill()  # Its supervisors notice and end their commands.
+                await _ended(process, 5.0)
+            await asyncio.to_thread(shutil.rmtree, folder, True)
+
+        async def differ() -> tuple[FileChange, ...]:
+            fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                return await asyncio.to_thread(diff_trees, fd, lower)
+            finally:
+                os.close(fd)
+
+        channel = await Channel.attach(ours, sandbox=name, post_mortem=post_mortem)
+        try:
+            hello, _ = await channel.call({"op": "hello"}, deadline_s=deadline_s)
+        except BaseException:
+            channel.close()
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            raise
+        info = SandboxInfo(
+            id=name,
+            backend=self.name,
+            isolation=self.isolation,
+            image_digest=image,
+            instance=hello["instance"],
+            spec=spec,
+            limits_enforced=(),
+            ready_ms=(time.monotonic() - begun) * 1000,
+        )
+        sandbox = LiveSandbox(
+            info,
+            channel,
+            differ=differ,
+            end=end,
+            paths=_FolderPaths(folders),
+            agent_pid=process.pid,
+        )
+        return sandbox
+
+    async def close(self) -> None:
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)))
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+async def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    """Whether the process ended, waiting at most that long, without a thread."""
+    until = time.monotonic() + within_s
+    pause = 0.001
+    while process.poll() is None:
+        if time.monotonic() > until:
+            return False
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True
+
+
+def _base_python() -> str:
+    """The interpreter below any virtual environment: its standard library, not our packages."""
+    path = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    if not os.access(path, os.X_OK):
+        raise SandboxError(f"The Python interpreter {path} can not be run.", code="no_python", phase="create")
+    return path
