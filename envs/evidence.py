@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from agentrl.errors import BoundaryError, ExecUnknown, SandboxError, SandboxLost
 from agentrl.types import Evidence, EvidenceKey, ExecStatus, Fault, JsonScalar, SandboxSpec
-from envs.sandbox.contract import OUTPUT_LIMIT_BYTES, ExecRequest, ExecResult, FileChange, Health, Sandbox
+from envs.sandbox.contract import ExecRequest, ExecResult, FileChange, Health, Sandbox
 
 ANSWER_GRACE_S = 120.0
 """How much later than its own time limit a command may answer (queue, kill, transport) before it is given
@@ -124,11 +124,10 @@ class Witness:
                 code="kill_unverified",
                 phase="exec",
             )
-        flood = max(result.stdout.bytes_total, result.stderr.bytes_total) >= OUTPUT_LIMIT_BYTES
-        if result.status is ExecStatus.KILLED and not flood:
+        if result.status is ExecStatus.KILLED and result.reason != "output_limit":
             self._killed_by_others += 1
             raise ExecUnknown(
-                f"Command {request.exec_id} in sandbox {self.sandbox.info.id} was killed from outside.",
+                f"Command {request.exec_id} in sandbox {self.sandbox.info.id} was killed ({result.reason}).",
                 code="exec_killed",
                 phase="exec",
             )

@@ -428,9 +428,10 @@ async def _by_script(task: Task, witness: Witness, files: dict[str, str], sessio
             code="script_failed",
             phase="verify",
         )
-    if result.leftovers_killed:
+    if result.leftovers_alive or result.leftovers_killed:
         raise TaskError(
-            f"{result.leftovers_killed} processes outlived tests/test.sh and may have written the reward.",
+            "Processes outlived tests/test.sh and may have written the reward.",
+            evidence={"processes": result.leftovers_alive + result.leftovers_killed},
             fix="End in test.sh what it starts.",
             code="script_leftovers",
             phase="verify",

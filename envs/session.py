@@ -23,6 +23,7 @@ from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict
 from envs import grading, tools
 from envs.evidence import Admission, Witness, fault_of
 from envs.sandbox.contract import Backend, ExecRequest, ExecResult
+from envs.sandbox.images import workspace
 
 CREATE_DEADLINE_S = 120.0
 
@@ -297,6 +298,6 @@ async def prepare(task: Task, backend: Backend) -> str:
 
 def visible_tests(task: Task) -> tuple[str, ...]:
     """`test_*.py` in the root and in `tests/` of the original workdir, sorted."""
-    folder = Path(task.path) / "environment"
+    folder = workspace(Path(task.path) / "environment")
     found = (*folder.glob("test_*.py"), *folder.glob("tests/test_*.py"))
     return tuple(sorted(str(path.relative_to(folder)) for path in found))

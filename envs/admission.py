@@ -1,0 +1,295 @@
+"""A task and a backend to an `Admission`: proof that the task can be graded there, or why it is quarantined.
+
+Full: the solution passes and the untouched workspace fails, each several times, every time; then a battery
+of known exploits is laid over the broken workspace, and none may earn a reward. Light, for generated suites
+whose generator is known to make valid tasks: one run each and no battery; the record says so. Nothing here
+trusts a message of the sandbox: the verifier that grades policies decides what passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentrl.errors import BoundaryError, TaskError
+from agentrl.types import Task
+from envs import grading
+from envs.evidence import Admission, Witness
+from envs.sandbox.contract import Backend, ExecRequest, FileChange, Mount
+from envs.sandbox.images import workspace
+from envs.session import prepare
+
+SOLUTION_TARGET = "/solution"
+SOLVE_TIMEOUT_S = 300.0
+CREATE_DEADLINE_S = 120.0
+
+_PRINT_AND_EXIT = """\
+import os, sys
+print("PASSED")
+for fd in (1, 2, 3):
+    try:
+        os.write(fd, b"PASSED\\n1.0\\n")
+    except OSError:
+        pass
+try:
+    os.makedirs("/logs/verifier", exist_ok=True)
+    open("/logs/verifier/reward.txt", "w").write("1")
+except OSError:
+    pass
+os._exit(0)
+"""
+_ALWAYS = """\
+import builtins, sys
+
+
+class Always(int):
+    def __eq__(self, other):
+        return True
+
+    def __ne__(self, other):
+        return False
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    __hash__ = int.__hash__
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Always(1)
+"""
+_FORGE = """\
+import os, sys
+frame = sys._getframe()
+while frame is not None:
+    names = [n for n in frame.f_globals if n.startswith("test_")]
+    out = frame.f_locals.get("out")
+    if isinstance(out, int):
+        code = frame.f_locals.get("code")
+        names = [n for n in code.co_names if n.startswith("test_")] if code else names
+        os.write(out, "".join(f"passed\\t{n}\\t\\n" for n in names).encode())
+        os._exit(0)
+    frame = frame.f_back
+os._exit(0)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """Changes over the broken workspace that must not earn a reward."""
+
+    name: str
+    changes: tuple[FileChange, ...]
+
+
+def _file(path: str, text: str, mode: int = 0o644) -> FileChange:
+    return FileChange(path=path, kind="file", mode=mode, content=text.encode())
+
+
+def attacks(task: Task) -> tuple[Attack, ...]:
+    """The battery for one task: hooks of test frameworks, forged output, planted rewards, swapped test
+    files."""
+    root = workspace(Path(task.path) / "environment")
+    modules = sorted(p.relative_to(root) for p in root.rglob("*.py"))
+    sources = [str(p) for p in modules if not p.name.startswith("test_") and p.name != "__init__.py"]
+    tests = sorted(
+        {name.partition("::")[0] for name in (*task.grader.fail_to_pass, *task.grader.pass_to_pass)}
+    )
+    hook = "import builtins, os\nos._exit(0)\n"
+    passing = "def test_nothing():\n    assert True\n"
+    battery = [
+        Attack(name="conftest", changes=(_file("conftest.py", _PRINT_AND_EXIT),)),
+        Attack(
+            name="sitecustomize",
+            changes=(_file("sitecustomize.py", hook), _file("usercustomize.py", hook)),
+        ),
+        Attack(name="pth", changes=(_file("evil.pth", "import os; os._exit(0)\n"),)),
+        Attack(
+            name="pytest_ini",
+            changes=(
+                _file("pytest.ini", "[pytest]\naddopts = --collect-only -p no:terminal\n"),
+                _file("setup.cfg", "[tool:pytest]\naddopts = --collect-only\n"),
+            ),
+        ),
+        Attack(
+            name="reward_file",
+            changes=(
+                _file("reward.txt", "1\n"),
+                _file("reward.json", '{"reward": 1}\n'),
+                _file("logs/verifier/reward.txt", "1\n"),
+            ),
+        ),
+        Attack(
+            name="stdlib_shadow",
+            changes=tuple(
+                _file(f"{name}.py", hook) for name in ("unittest", "json", "os", "traceback", "random")
+            ),
+        ),
+    ]
+    if tests:
+        replaced = tuple(
+            _file(place, passing) for name in tests for place in (name, f"tests/{Path(name).name}")
+        )
+        links = tuple(
+            FileChange(path=f"tests/{Path(name).name}", kind="symlink", mode=0o777, content=b"/dev/null")
+            for name in tests
+        )
+        battery.append(Attack(name="replaced_tests", changes=tuple({c.path: c for c in replaced}.values())))
+        battery.append(Attack(name="symlinked_tests", changes=links))
+    for name, text in (("exit_zero", _PRINT_AND_EXIT), ("always_equal", _ALWAYS), ("forged_results", _FORGE)):
+        if sources:
+            changed = tuple(_file(path, text) for path in sources)
+            battery.append(Attack(name=name, changes=changed))
+    return tuple(replace(a, changes=tuple(sorted(a.changes, key=lambda c: c.path))) for a in battery)
+
+
+async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool = False) -> Admission:
+    """Validate one task on one backend.
+
+    Args:
+        repeats: how often the solution must pass and the empty attempt fail; 1 when `light`.
+        light: no repeats and no exploit battery. Only for suites whose generator is known.
+
+    Raises `BoundaryError` when the backend fails; whatever is wrong with the task is a reason in the record.
+    """
+    repeats = 1 if light else repeats
+    started = time.monotonic()
+    image = await prepare(task, backend)
+    reasons: list[str] = []
+    tried: list[str] = []
+    slowest = 0.0
+    try:
+        gold = await _solution(task, backend, image)
+        for number in range(repeats):
+            for label, changes, wanted in (("solution", gold, True), ("empty", (), False)):
+                begun = time.monotonic()
+                passed, why = await _passes(task, backend, image, changes, f"admit-{label}-{number}")
+                slowest = max(slowest, time.monotonic() - begun)
+                if passed is not wanted:
+                    reasons.append(
+                        f"{label}: {'passes' if passed else 'does not pass'} in run {number + 1}: {why}"
+                    )
+        if not light and not reasons:
+            for attack in attacks(task):
+                passed, _ = await _passes(task, backend, image, attack.changes, f"admit-attack-{attack.name}")
+                if passed:
+                    reasons.append(f"exploit {attack.name}: earns a reward")
+                else:
+                    tried.append(attack.name)
+            leak = await _history_leak(task, backend, image)
+            reasons += [leak] if leak else []
+    except TaskError as error:
+        reasons.append(str(error))
+    return Admission(
+        task_id=task.id,
+        revision=task.revision,
+        image_digest=image,
+        backend=backend.name,
+        valid=not reasons,
+        mode="light" if light else "full",
+        repeats=repeats,
+        reasons=tuple(reasons),
+        attacks=tuple(tried),
+        runtime_s=round(slowest or time.monotonic() - started, 3),
+        admitted_at=time.time(),
+    )
+
+
+async def admit_suite(
+    tasks: Sequence[Task], backend: Backend, *, repeats: int = 3, light: bool = False, at_once: int = 4
+) -> tuple[Admission, ...]:
+    """`admit` for many tasks, `at_once` of them at a time, in the order given."""
+    limit = asyncio.Semaphore(at_once)
+
+    async def one(task: Task) -> Admission:
+        async with limit:
+            return await admit(task, backend, repeats=repeats, light=light)
+
+    return tuple(await asyncio.gather(*(one(task) for task in tasks)))
+
+
+async def _passes(
+    task: Task, backend: Backend, image: str, changes: tuple[FileChange, ...], session: str
+) -> tuple[bool, str]:
+    """Whether a diff earns the full reward, and what was seen. An unscored attempt earned nothing."""
+    kept, _ = grading.gradable(changes, task.grader.protected_paths)
+    try:
+        judged = await grading.verify(task, backend, image=image, changes=kept, session=session)
+    except TaskError as error:
+        if error.code in (
+            "nothing_collected",
+            "script_failed",
+            "no_reward",
+            "script_leftovers",
+            "reward_file",
+        ):
+            return False, error.message
+        raise
+    except BoundaryError as error:
+        if error.code != "verifier_killed":
+            raise
+        return False, error.message
+    failing = [f"{t.name} {t.outcome} {t.message}".strip() for t in judged.tests if t.outcome != "passed"]
+    return judged.passed and judged.fault is None, "; ".join(failing[:3]) or f"reward {judged.reward:g}"
+
+
+async def _solution(task: Task, backend: Backend, image: str) -> tuple[FileChange, ...]:
+    """The diff that `solution/solve.sh` makes in a fresh sandbox."""
+    folder = Path(task.path) / "solution"
+    if not (folder / "solve.sh").is_file():
+        raise TaskError(
+            f"{folder}/solve.sh is missing.", fix="Add the solution.", phase="admit", code="no_solution"
+        )
+    sandbox = await backend.create(
+        task.sandbox,
+        image=image,
+        session="admit-solution",
+        mounts=(Mount(source=str(folder), target=SOLUTION_TARGET),),
+        deadline_s=CREATE_DEADLINE_S,
+    )
+    try:
+        witness = Witness(sandbox, image=image, spec=task.sandbox, session="admit-solution")
+        request = ExecRequest(
+            exec_id="admit-solve", argv=("bash", f"{SOLUTION_TARGET}/solve.sh"), timeout_s=SOLVE_TIMEOUT_S
+        )
+        result = await witness.exec(request)
+        if result.exit_code != 0:
+            raise TaskError(
+                f"solution/solve.sh ended as {result.status} {result.exit_code}: {result.stderr.text()[-500:]}",
+                fix="It must exit 0 in a fresh workspace.",
+                phase="admit",
+                code="solution_failed",
+            )
+        await witness.kill_all()
+        return await witness.diff()
+    finally:
+        await sandbox.close()
+
+
+async def _history_leak(task: Task, backend: Backend, image: str) -> str | None:
+    """Whether a git history in the workspace reaches beyond what is checked out."""
+    root = workspace(Path(task.path) / "environment")
+    if not root.is_dir() or not (root / ".git").exists():
+        return None
+    sandbox = await backend.create(
+        task.sandbox, image=image, session="admit-history", deadline_s=CREATE_DEADLINE_S
+    )
+    try:
+        witness = Witness(sandbox, image=image, spec=task.sandbox, session="admit-history")
+        command = (
+            "git -c safe.directory='*' log --all --reflog --format=%H HEAD.. 2>/dev/null;"
+            " git -c safe.directory='*' fsck --lost-found --no-progress 2>/dev/null | grep commit"
+        )
+        result = await witness.exec(ExecRequest(exec_id="admit-history", command=command, timeout_s=60.0))
+        found = bool(result.stdout.bytes_total)
+        return "exploit git_log: the history holds commits that are not checked out" if found else None
+    finally:
+        await sandbox.close()
