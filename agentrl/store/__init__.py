@@ -1,1 +1,32 @@
+"""The evidence store: what happened, provable later. `Store.open(url)` is the door."""
 
+from agentrl.store.rows import (
+    AdmissionRow,
+    Claim,
+    Counts,
+    EventRow,
+    MetricRow,
+    RunRow,
+    RunState,
+    StalenessRow,
+    TrajectoryRow,
+    UpdateRow,
+    VerifyReport,
+)
+from agentrl.store.store import TRAIN, Store
+
+__all__ = [
+    "TRAIN",
+    "AdmissionRow",
+    "Claim",
+    "Counts",
+    "EventRow",
+    "MetricRow",
+    "RunRow",
+    "RunState",
+    "StalenessRow",
+    "Store",
+    "TrajectoryRow",
+    "UpdateRow",
+    "VerifyReport",
+]

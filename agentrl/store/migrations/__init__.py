@@ -1,0 +1,1 @@
+"""Schema steps, run by `Store.open` through Alembic. Never by hand."""
