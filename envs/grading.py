@@ -404,6 +404,14 @@ def _believable(task: Task, report: TestReport, files: dict[str, str], *, oom_co
 
 async def _by_script(task: Task, witness: Witness, files: dict[str, str], session: str) -> Verified:
     """`tests/test.sh` writes `reward.json` (wins) or `reward.txt`. It runs as the sandbox's root."""
+    if witness.sandbox.info.isolation == "none":
+        raise SandboxError(
+            f"A script grader writes {LOGS_TARGET}, which is not its own without isolation.",
+            fix="Use the local, docker or kubernetes backend for this task.",
+            code="needs_isolation",
+            phase="verify",
+            retryable=False,
+        )
     for name, digest in files.items():
         raw = await witness.read_file(f"{TESTS_TARGET}/{name}", max_bytes=16 * 1024 * 1024)
         if hashlib.sha256(raw).hexdigest() != digest:
