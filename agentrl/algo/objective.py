@@ -349,7 +349,7 @@ def prepare(recipe: Recipe, columns: Columns, *, denominators: Mapping[str, floa
             f"{int((graded_S & has_tokens_S).sum())} of them have trainable tokens, "
             f"and recipe '{recipe.name}' keeps none."
         )
-    off_policy_N = None if columns.off_policy_S is None else columns.off_policy_S[layout.traj_N]
+    off_policy_N = None if columns.off_policy_S is None else _off_policy(columns)
     return Prepared(
         layout=layout,
         advantage_N=_scatter(advantage_N, keep_N),
@@ -428,7 +428,8 @@ def _kept_tokens(
         value = getattr(columns, name)
         if not name.endswith("_N") or not value.is_floating_point():
             continue
-        bad = int((~torch.isfinite(value[keep_N])).sum())
+        needed_N = keep_N if name not in ("logb_N", "prox_logp_N") else keep_N & ~_off_policy(columns)
+        bad = int((~torch.isfinite(value[needed_N])).sum())
         if bad:
             raise EvidenceError(
                 f"Column {name} is not finite on {bad} tokens that recipe '{recipe.name}' would train on.",
@@ -438,6 +439,14 @@ def _kept_tokens(
     lengths_S = torch.zeros_like(layout.lengths_S).index_add(0, layout.traj_N, keep_N.to(torch.int64))
     facts["trajectories/all_tokens_excluded"] = float((graded_S & (lengths_S == 0)).sum())
     return keep_N
+
+
+def _off_policy(columns: Columns) -> torch.Tensor:
+    """bool `[N]`: tokens of a teacher's trajectories, which have no behaviour log-prob (their ratio is pi
+    itself)."""
+    if columns.off_policy_S is None:
+        return torch.zeros(columns.layout.n_tokens, dtype=torch.bool)
+    return columns.off_policy_S[columns.layout.traj_N]
 
 
 def _evidence(
@@ -708,6 +717,8 @@ def _view(
     if prepared.off_policy_N is not None:
         view["off_policy_N"] = prepared.off_policy_N[index].to(logp_N.device)
     old = view.get("logb_N" if recipe.old == "behaviour" else "prox_logp_N")
+    if old is not None and prepared.off_policy_N is not None:
+        old = torch.where(view["off_policy_N"], torch.zeros_like(old), old)
     if old is not None:
         view["old_logp_N"] = old
     bad = (~torch.isfinite(view["logp_N"].detach())).sum()

@@ -162,17 +162,18 @@ class Recipe:
                     yield axis, choice
 
     def operators(self) -> Iterable[tuple[str, Operator, Choice]]:
-        """All chosen operators, looked up."""
+        """The choices that take part, looked up: a recipe without policy component reads no ratio, and so
+        on."""
+        idle: set[str] = set()
+        if self.surrogate is None:
+            idle |= {"ratio", "correction"}
+        if not self.has_advantage:
+            idle |= {"advantage", "shaping"}
+        if self.value is None:
+            idle.add("value_reduction")
         for axis, choice in self.choices():
-            if self.surrogate is None and axis in ("ratio", "correction", "surrogate", "reduction"):
-                if axis == "reduction":
-                    yield axis, resolve(axis, AXES[axis], choice), choice
-                continue
-            if self.value is None and axis == "value_reduction":
-                continue
-            if self.surrogate is None and not self.has_advantage and axis in ("advantage", "shaping"):
-                continue
-            yield axis, resolve(axis, AXES[axis], choice), choice
+            if axis not in idle:
+                yield axis, resolve(axis, AXES[axis], choice), choice
 
     @property
     def has_advantage(self) -> bool:
@@ -185,6 +186,8 @@ class Recipe:
         wanted: set[str] = set()
         for _, operator, _ in self.operators():
             wanted |= set(operator.columns)
+        if "off_policy_N" in wanted:
+            wanted.add("off_policy_S")
         if "old_logp_N" in wanted:
             wanted.add("logb_N" if self.old == "behaviour" else "prox_logp_N")
         if self.max_lag is not None:
@@ -226,7 +229,6 @@ class Recipe:
 
 # ----------------------------------------------------------------------------------------------- overrides
 
-_WORDS = {"surrogate", "advantage", "ratio", "correction", "reduction", "value", "value_reduction"} | LISTS
 _NUMBERS = {
     f.name: f
     for f in fields(Recipe)
@@ -443,9 +445,10 @@ GRPO = Recipe(
     name="grpo",
     paper="Shao et al., 2024",
     arxiv="2402.03300",
-    equation="L = -1/G sum_i 1/T_i sum_t min(rho A_i, clip(rho, 1-e, 1+e) A_i) + beta k3; "
+    equation="L = -1/G sum_i 1/T_i sum_t min(rho A_i, clip(rho) A_i) + beta k3(pi, pi_ref); "
     "A_i = (R_i-mean)/(std+eps)",
-    differs="T_i counts action tokens of the whole trajectory; zero-variance groups stay (for their KL) unless "
+    differs="T_i counts action tokens of the whole trajectory; zero-variance groups stay (for their KL) "
+    "unless "
     "select drops them",
     advantage=choose("group_zscore", ddof=0, epsilon=1e-6),
     surrogate=choose("ppo_clip", low=0.2, high=0.2),
@@ -496,4 +499,617 @@ CISPO = Recipe(
     reduction=choose("token_mean"),
 )
 
-RECIPES: Mapping[str, Recipe] = _rows(REINFORCE, RLOO, PPO, GRPO, DR_GRPO, DAPO, GSPO, CISPO)
+
+# ---------------------------------------------------------------------------- baselines without a critic
+
+REINFORCE_PP = Recipe(
+    name="reinforce++",
+    paper="Hu et al., 2025",
+    arxiv="2501.03262",
+    equation="A_t = (G_t - mean)/std over the batch, G_t = R - beta sum_{k>=t} (log pi_b - log pi_ref)",
+    differs="nothing; the KL is k1 in the reward, fixed at collection",
+    token_reward=(choose("kl_in_reward", coefficient=0.01),),
+    advantage=choose("global_normalised"),
+)
+REINFORCE_PP_BASELINE = Recipe(
+    name="reinforce++-baseline",
+    paper="Hu et al., 2025",
+    arxiv="2501.03262",
+    equation="A_i = (R_i - mean_group)/std_batch; KL to the reference by k2 in the loss",
+    differs="nothing",
+    advantage=choose("group_centred_global"),
+    penalty=(choose("kl_k2", coefficient=0.001),),
+)
+REMAX = Recipe(
+    name="remax",
+    paper="Li et al., 2023",
+    arxiv="2310.10505",
+    equation="A_i = R_i - R(greedy rollout of the prompt);  L = -1/S sum_i A_i sum_t log pi(a_t|s_t)",
+    differs="nothing; the greedy rollout is a column, never a row of the batch",
+    advantage=choose("greedy_baseline"),
+    ratio=choose("on_policy"),
+    surrogate=choose("reinforce"),
+    reduction=choose("sequence_sum"),
+)
+LOOP = Recipe(
+    name="loop",
+    paper="Chen et al., 2025",
+    arxiv="2502.01600",
+    equation="A_i = R_i - mean of the others; PPO clip per token, one copy of the model, no critic",
+    differs="nothing",
+    advantage=choose("leave_one_out"),
+)
+
+# ------------------------------------------------------------------------------------------ with a critic
+
+RLHF = replace(
+    PPO,
+    name="rlhf",
+    paper="Ziegler et al., 2019; Ouyang et al., 2022",
+    arxiv="2203.02155",
+    equation="r_t = [t = T] R - beta (log pi_b - log pi_ref), then PPO with GAE",
+    differs="GAE skips observations; beta is fixed",
+    token_reward=(choose("kl_in_reward", coefficient=0.02),),
+)
+PPO_PENALTY = replace(
+    PPO,
+    name="ppo-penalty",
+    equation="L = -E_t rho_t A_t + beta KL(pi_old || pi); beta *2 above the KL band, /2 below it",
+    differs="beta lives in the training state: penalties.adapt_beta between steps, coefficients= in loss",
+    surrogate=choose("importance"),
+    penalty=(choose("kl_old", coefficient=1.0),),
+)
+PPO_TURN = replace(
+    PPO,
+    name="ppo-turn",
+    paper="turn-level PPO",
+    arxiv=None,
+    equation="PPO with a turn as the step of GAE, broadcast to its tokens",
+    differs="the seeds give a sentence only",
+    advantage=choose("gae_turns", lambda_policy=0.95),
+)
+VAPO = Recipe(
+    name="vapo",
+    paper="Yue et al., 2025",
+    arxiv="2504.05118",
+    equation="lambda_pi = 1 - 1/(alpha l), lambda_V = 1; clip(rho, 0.8, 1.28), token mean; + mu NLL on "
+    "positives",
+    differs="value pre-training is a phase of the run, not of this row; l counts the whole trajectory's "
+    "action tokens",
+    advantage=choose("gae_tokens", alpha=0.05, lambda_critic=1.0),
+    surrogate=choose("ppo_clip", low=0.2, high=0.28),
+    value=choose("value_mse"),
+    imitation=(choose("nll", coefficient=0.1, on="positive"),),
+)
+SAO = Recipe(
+    name="sao",
+    paper="Hou et al., 2026",
+    arxiv=None,
+    equation="L = -1/N sum_t sg(f(rho_t)) A_t log pi, f = rho inside (1-e_l, 1+e_h) else 0; skip-observation "
+    "GAE",
+    differs="one rollout per prompt, K = 2 critic steps, frozen critic attention and alpha = 1.5 as in the "
+    "seeds; "
+    "e_l, e_h are ours",
+    advantage=choose("gae_tokens", alpha=1.5, lambda_critic=1.0),
+    surrogate=choose("double_sided", low=0.2, high=0.2),
+    value=choose("value_mse"),
+    critic_steps=2,
+    critic_freezes_attention=True,
+    group_size=1,
+)
+EVPO = replace(
+    VAPO,
+    name="evpo",
+    paper="Pan et al., 2026",
+    arxiv=None,
+    equation="A = GAE if explained variance of the critic > threshold, else R - mean (group, or batch)",
+    differs="the seeds give a sentence only; the gate is per batch and logged",
+    advantage=choose("gae_or_mean", lambda_policy=0.95, lambda_critic=1.0, threshold=0.0),
+    imitation=(),
+)
+
+# ------------------------------------------------------------------------------- ratio, clip and surrogate
+
+DSPO = replace(
+    GSPO,
+    name="dspo",
+    paper="Gu et al., 2025",
+    arxiv="2510.09255",
+    equation="GSPO on groups that mix success and failure",
+    differs="nothing; resampling is capped",
+    select=(choose("mixed_groups", max_rounds=8),),
+)
+GSPO_TOKEN = replace(
+    GSPO,
+    name="gspo-token",
+    equation="s_{i,t} = sg(s_i) pi/sg(pi): value of GSPO, gradient per token",
+    ratio=choose("sequence_geomean_token"),
+)
+SAPO = replace(
+    GRPO,
+    name="sapo",
+    paper="Gao et al., 2025",
+    arxiv="2511.20347",
+    equation="L = -1/G sum_i 1/T_i sum_t (4/tau) sigmoid(tau (rho - 1)) A_i",
+    differs="A = 0 takes the negative temperature",
+    surrogate=choose("sapo", tau_positive=1.0, tau_negative=1.05),
+    penalty=(),
+)
+DCPO = replace(
+    GRPO,
+    name="dcpo",
+    paper="Yang et al., 2025",
+    arxiv="2509.02333",
+    equation="bounds per token from pi_old; current and cumulative z-scores mixed, the smaller in size",
+    differs="cumulative statistics arrive as columns; the paper's sum over a prompt's tokens is our prompt "
+    "mean",
+    advantage=choose("smooth_standardised"),
+    surrogate=choose("dynamic_clip", low=0.16, high=0.2),
+    reduction=choose("prompt_mean"),
+    penalty=(),
+)
+DECOUPLED_GRPO = replace(
+    GRPO,
+    name="grpo-decoupled",
+    paper="Fu et al., 2025 (decoupled objective)",
+    arxiv="2505.24298",
+    equation="L = -min(pi_prox/pi_b, C) min(rho A, clip(rho) A), rho = pi/pi_prox",
+    differs="the correction is truncated at C = 2 per token",
+    old="proximal",
+    correction=choose("truncated", cap=2.0),
+    penalty=(),
+)
+
+# --------------------------------------------------------------------------------- group signal and selection
+
+PODS = replace(
+    GRPO,
+    name="pods",
+    paper="Xu et al., 2025",
+    arxiv="2504.13818",
+    equation="GRPO on the m of n members with the largest reward variance",
+    differs="statistics over the kept subset; ties prefer balanced splits",
+    select=(choose("max_variance", keep=4),),
+)
+CPPO = replace(
+    GRPO,
+    name="cppo",
+    paper="Lin et al., 2025",
+    arxiv="2503.22342",
+    equation="GRPO, only the ceil(k n) members of each group with the largest |A|",
+    differs="dynamic completion allocation is the packer's business",
+    prune=(choose("prune_small_advantage", keep=0.5),),
+)
+AGPO = replace(
+    GRPO,
+    name="agpo",
+    paper="Li et al., 2025",
+    arxiv="2503.15952",
+    equation="zero-variance groups leave the loss; a batch whose loss is negative does not move the policy",
+    differs="the sign of the batch loss is read at ratio 1, so that micro-batches can not disagree; token "
+    "mean, "
+    "because under a sequence mean it is always 0",
+    select=(choose("mixed_groups"),),
+    reduction=choose("token_mean"),
+    penalty=(),
+    floor_batch_loss=True,
+)
+NGRPO = replace(
+    GRPO,
+    name="ngrpo",
+    paper="Nan et al., 2025",
+    arxiv="2509.18851",
+    equation="A = (R - mean')/std' over the group and one imagined member of reward 1; asymmetric clip",
+    differs="nothing known; failures of an all-fail group get a negative advantage",
+    advantage=choose("virtual_best", best=1.0),
+    surrogate=choose("ppo_clip", low=0.16, high=0.24),
+    penalty=(),
+)
+LOPTI = replace(
+    GRPO,
+    name="lopti",
+    paper="Yang et al., 2025",
+    arxiv="2505.12929",
+    equation="GRPO with token weight alpha pi_b(a_t) + 1 - alpha",
+    differs="the reweighting of the paper; its two-stage update (Lopti proper) is a schedule of the run",
+    token_weight=(choose("probability_weight", alpha=0.3),),
+    penalty=(),
+)
+HIGHENT = replace(
+    DAPO,
+    name="highent",
+    paper="Wang et al., 2025",
+    arxiv="2506.01939",
+    equation="DAPO, gradient only on the 20 % of tokens with the highest entropy",
+    differs="the threshold is taken over the tokens in the loss; the denominator counts all of them",
+    token_weight=(choose("forking_tokens", share=0.2),),
+)
+RISK_PO = replace(
+    DAPO,
+    name="risk-po",
+    paper="Ren et al., 2025",
+    arxiv="2510.00911",
+    equation="maximise (1+w) RVaR_{0:a} + RVaR_{a:b} of the reward distribution",
+    differs="quantiles over the batch instead of bundles of questions; centred",
+    select=(),
+    advantage=choose("mixed_value_at_risk"),
+)
+
+# -------------------------------------------------------------------------------------------- reward side
+
+SOFT_OVERLONG = replace(
+    DAPO,
+    name="dapo-soft-overlong",
+    equation="DAPO with R + clamp((L_max - L_cache - |y|)/L_cache, -1, 0) instead of the filter",
+    differs="|y| counts generated tokens; L_max and L_cache must be set",
+    select=(choose("mixed_groups"),),
+    reward=(choose("soft_overlong"),),
+)
+LASER = replace(
+    GRPO,
+    name="laser",
+    paper="Liu et al., 2025",
+    arxiv="2505.15612",
+    equation="R + bonus [correct and |y| <= target]",
+    differs="a fixed target; its difficulty-aware schedule is a plan of the run",
+    reward=(choose("step_bonus"),),
+    penalty=(),
+)
+KIMI = replace(
+    GRPO,
+    name="kimi-length",
+    paper="Kimi Team, 2025",
+    arxiv="2501.12599",
+    equation="R + w l, l from the place of |y| between the shortest and longest of the group",
+    differs="the length reward only, on the GRPO objective",
+    reward=(choose("group_length_reward"),),
+    penalty=(),
+)
+S_GRPO = replace(
+    GRPO,
+    name="s-grpo",
+    paper="Dai et al., 2025",
+    arxiv="2505.07686",
+    equation="R / 2^k for a correct answer at the k-th exit of one reasoning path",
+    differs="exits are made by the rollout; their index is a column",
+    reward=(choose("exit_decay"),),
+    penalty=(),
+)
+MULTI = replace(
+    GRPO,
+    name="multi-objective",
+    paper="Kimi Team, 2025; Qwen Team, 2025",
+    arxiv="2501.12599",
+    equation="R + sum_k w_k c_k",
+    differs="weights must be set",
+    reward=(choose("weighted_components"),),
+    penalty=(),
+)
+DRPO = replace(
+    GRPO,
+    name="drpo",
+    paper="Li et al., 2025",
+    arxiv="2510.04474",
+    equation="correct: (1-p) n softmax(length reward) among correct ones; wrong: -p",
+    differs="the seeds' form on a GRPO objective; the paper optimises a discriminative one",
+    reward=(choose("group_length_reward", weight=1.0),),
+    advantage=choose("correctness_first"),
+    penalty=(),
+)
+VPO = replace(
+    GRPO,
+    name="vpo",
+    paper="Bahlous-Boldi et al., 2026",
+    arxiv=None,
+    equation="R(S) = E_w max_{y in S} w . r(y); credit of a member R(S) - R(S without it), then z-score",
+    differs="the set is the group and the credit its marginal gain; the seeds leave the split open",
+    reward=(choose("set_marginal"),),
+    penalty=(),
+)
+SWE_RL = replace(
+    GRPO,
+    name="swe-rl",
+    paper="Wei et al., 2025",
+    arxiv="2502.18449",
+    equation="R = SequenceMatcher ratio of the patch to the reference patch, -1 if unusable; GRPO",
+    differs="nothing; the grader calls rewards.patch_similarity",
+)
+DRA_GRPO = replace(
+    GRPO,
+    name="dra-grpo",
+    paper="Chen et al., 2025",
+    arxiv="2505.09655",
+    equation="R / (1 + similarity mass of the other members)",
+    differs="the density is a column, from any embedding",
+    reward=(choose("density_weighted"),),
+    penalty=(),
+)
+GAPO = replace(
+    GRPO,
+    name="gapo",
+    paper="Anschel et al., 2025",
+    arxiv=None,
+    equation="R (1 - (n_a - 1)/(n - 1)), n_a members with the same answer",
+    differs="the seeds give a sentence only: over-represented answers earn less",
+    reward=(choose("frequency_weighted"),),
+    penalty=(),
+)
+SCORE = replace(
+    GRPO,
+    name="score",
+    paper="Kumar et al., 2024",
+    arxiv="2409.12917",
+    equation="R + alpha (R - R_first attempt)",
+    differs="the bonus on a GRPO objective; the two stages of the paper are a schedule of the run",
+    reward=(choose("improvement_bonus"),),
+)
+PRIME = Recipe(
+    name="prime",
+    paper="Cui et al., 2025",
+    arxiv="2502.01456",
+    equation="r_t = beta (log pi_phi - log pi_ref) plus the outcome; leave-one-out is replaced by batch "
+    "whitening",
+    differs="the process model is trained elsewhere; returns are whitened over the batch",
+    token_reward=(choose("implicit_process"),),
+    advantage=choose("global_normalised"),
+)
+R1_ZERO_DIV = replace(
+    GRPO,
+    name="r1-zero-div",
+    paper="Yao et al., 2025",
+    arxiv="2505.23433",
+    equation="GRPO + entropy bonus on tokens of positive advantage",
+    differs="nothing known",
+    penalty=(choose("positive_entropy", coefficient=0.01),),
+)
+
+# ----------------------------------------------------------------------------------- turn and token credit
+
+MT_GRPO = replace(
+    GRPO,
+    name="mt-grpo",
+    paper="Zeng et al., 2025",
+    arxiv="2505.11821",
+    equation="A_k = z(turn reward k) + share A_outcome, last turn A_outcome",
+    differs="any number of turns; the paper has two",
+    token_reward=(choose("turn_rewards"),),
+    advantage=choose("turn_blend", share=1.0),
+    penalty=(),
+)
+IGPO = replace(
+    GRPO,
+    name="igpo",
+    paper="Wang et al., 2025",
+    arxiv="2510.14967",
+    equation="A_k = sum_{j>=k} gamma^{j-k} z(information gain of turn j)",
+    differs="information gains are turn rewards measured at collection",
+    token_reward=(choose("turn_rewards"),),
+    advantage=choose("turn_returns", gamma=1.0),
+    penalty=(),
+)
+SPO = replace(
+    GRPO,
+    name="spo",
+    paper="Guo et al., 2025",
+    arxiv="2505.23564",
+    equation="A of a segment = V(its end) - V(its start), Monte-Carlo values",
+    differs="segments are turns; values_N holds Monte-Carlo values; no critic is trained",
+    advantage=choose("gae_turns", lambda_policy=0.0),
+    reduction=choose("token_mean"),
+    penalty=(),
+)
+TREE_RPO = replace(
+    GRPO,
+    name="treerpo",
+    paper="Yang et al., 2025",
+    arxiv="2506.05183",
+    equation="A = V(node) - V(parent), V = mean of the leaves below",
+    differs="not scaled among siblings; the tree is built by the rollout, advantages.tree_values fills the "
+    "column",
+    advantage=choose("tree_nodes"),
+    reduction=choose("token_mean"),
+    penalty=(),
+)
+GRPO_LAMBDA = replace(
+    GRPO,
+    name="grpo-lambda",
+    paper="Parthasarathi et al., 2025",
+    arxiv="2510.00194",
+    equation="A_t = z_i w_t, w_t ~ lambda^(T-1-t), mean 1",
+    differs="the recency trace in closed form",
+    advantage=choose("trace_weighted", decay=0.99),
+    penalty=(),
+)
+GTPO = replace(
+    DAPO,
+    name="gtpo",
+    paper="Tan et al., 2025",
+    arxiv="2508.04349",
+    equation="token reward by share of entropy at its position, z-score over the tokens of the group",
+    differs="successes and failures are scaled together",
+    advantage=choose("entropy_shaped"),
+)
+
+# ---------------------------------------------------------------------------------------------- teachers
+
+OPD = Recipe(
+    name="opd",
+    paper="Gu et al., 2023; Agarwal et al., 2023",
+    arxiv="2306.08543",
+    equation="L = 1/N sum_t KL(pi || pi_T) on the student's own tokens (gradient of the sampled reverse KL)",
+    differs="outside of J(theta): the reward plays no part",
+    surrogate=None,
+    teacher=(choose("reverse_kl", coefficient=1.0, on="graded"),),
+)
+OPD_FULL = replace(
+    OPD,
+    name="opd-full",
+    arxiv="2306.13649",
+    equation="L = 1/N sum_t D(pi_T, pi) over the whole vocabulary; D = reverse KL, forward KL or JSD of the "
+    "learner",
+    teacher=(choose("divergence", coefficient=1.0, on="graded"),),
+)
+OPD_FORWARD = replace(
+    OPD,
+    name="opd-forward",
+    equation="L = 1/N sum_t KL(pi_T || pi), importance-weighted on the student's tokens",
+    teacher=(choose("forward_kl", coefficient=1.0, on="graded"),),
+)
+KDRL = replace(
+    GRPO,
+    name="kdrl",
+    paper="Xu et al., 2025",
+    arxiv="2506.02208",
+    equation="GRPO with beta KL(pi || pi_T) in place of the reference KL (T_D)",
+    differs="k2, whose gradient is that of the reverse KL",
+    penalty=(),
+    teacher=(choose("reverse_kl", coefficient=0.002, on="graded"),),
+)
+DGRPO = replace(
+    GRPO,
+    name="dgrpo",
+    paper="Ramos et al., 2026",
+    arxiv=None,
+    equation="GRPO + beta_d log(pi_T/pi) per token inside the rollout expectation (T_C)",
+    differs="by k2, so that the term has a gradient that is not zero in expectation",
+    penalty=(),
+    teacher=(choose("reverse_kl", coefficient=0.05, on="trained"),),
+)
+RLAD = replace(
+    GRPO,
+    name="rlad",
+    paper="Zhang et al., 2026",
+    arxiv=None,
+    equation="ratio (pi/pi_old)^l (pi/pi_T)^(1-l) in the PPO clip (T_A)",
+    differs="nothing known",
+    ratio=choose("teacher_mixture", student=0.5),
+    penalty=(),
+)
+HDPO = replace(
+    GRPO,
+    name="hdpo",
+    paper="Ding, 2026",
+    arxiv=None,
+    equation="L_GRPO + lambda JSD(pi, pi_T) on all-fail groups, pi_T the policy given the answer",
+    differs="nothing; the learner computes the JSD of the privileged prompt",
+    penalty=(),
+    teacher=(choose("divergence", coefficient=0.1, on="all_fail"),),
+)
+RLSD = replace(
+    GRPO,
+    name="rlsd",
+    paper="Yang et al., 2026",
+    arxiv=None,
+    equation="A_t = A_i clip((pi_T/pi_b)^sign(A_i))",
+    differs="the weight is bounded to [0.2, 5] and fixed at collection",
+    shaping=(choose("teacher_magnitude"),),
+    penalty=(),
+)
+CODISTILL = replace(
+    GRPO,
+    name="codistill",
+    paper="Kwon et al., 2026",
+    arxiv=None,
+    equation="R + alpha mean_t (log pi_T - log pi_b), then GRPO (T_B)",
+    differs="the teacher is not trained here",
+    reward=(choose("teacher_mean", alpha=0.1),),
+    penalty=(),
+)
+REOPOLD = replace(
+    GRPO,
+    name="reopold",
+    paper="Ko et al., 2026",
+    arxiv=None,
+    equation="rho_t clip(log pi_T - log pi_b, -c, c) M_t",
+    differs="one clip and an optional mask; the schedule of the paper is a schedule of the run",
+    advantage=choose("constant_baseline"),
+    shaping=(choose("teacher_reward", clip=2.0, mix=0.0),),
+    surrogate=choose("importance"),
+    reduction=choose("token_mean"),
+    penalty=(),
+)
+LUFFY = replace(
+    GRPO,
+    name="luffy",
+    paper="Yan et al., 2025",
+    arxiv="2504.14945",
+    equation="own tokens: GRPO; a teacher's: f(pi) A with f(x) = x/(x + 0.1); one group over both",
+    differs="own tokens keep the clip",
+    surrogate=choose("mixed_policy", shape=0.1),
+    reduction=choose("token_mean"),
+    penalty=(),
+)
+IMITATE = Recipe(
+    name="imitation",
+    paper="supervised fine-tuning on successful trajectories",
+    arxiv=None,
+    equation="L = -1/N sum_t log pi(a_t|s_t) over action tokens of successful trajectories",
+    differs="outside of J(theta): no ratio, no advantage, no behaviour log-probs",
+    surrogate=None,
+    imitation=(choose("nll", coefficient=1.0, on="positive"),),
+)
+
+RECIPES: Mapping[str, Recipe] = _rows(
+    REINFORCE,
+    REINFORCE_PP,
+    REINFORCE_PP_BASELINE,
+    RLOO,
+    REMAX,
+    LOOP,
+    PPO,
+    PPO_PENALTY,
+    PPO_TURN,
+    RLHF,
+    VAPO,
+    SAO,
+    EVPO,
+    GRPO,
+    DR_GRPO,
+    DAPO,
+    SOFT_OVERLONG,
+    GSPO,
+    GSPO_TOKEN,
+    DSPO,
+    CISPO,
+    SAPO,
+    DCPO,
+    DECOUPLED_GRPO,
+    PODS,
+    CPPO,
+    AGPO,
+    NGRPO,
+    LOPTI,
+    HIGHENT,
+    RISK_PO,
+    LASER,
+    KIMI,
+    S_GRPO,
+    MULTI,
+    DRPO,
+    VPO,
+    SWE_RL,
+    DRA_GRPO,
+    GAPO,
+    SCORE,
+    PRIME,
+    R1_ZERO_DIV,
+    MT_GRPO,
+    IGPO,
+    SPO,
+    TREE_RPO,
+    GRPO_LAMBDA,
+    GTPO,
+    OPD,
+    OPD_FORWARD,
+    OPD_FULL,
+    KDRL,
+    DGRPO,
+    RLAD,
+    HDPO,
+    RLSD,
+    CODISTILL,
+    REOPOLD,
+    LUFFY,
+    IMITATE,
+)
+"""All recipes by name."""

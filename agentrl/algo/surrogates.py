@@ -137,4 +137,30 @@ def dynamic_clip(
     )
 
 
-SURROGATE = table(reinforce, importance, ppo_clip, cispo, sapo, double_sided, dynamic_clip)
+def mixed_policy(
+    ratio: Ratio,
+    logp_N: torch.Tensor,
+    advantage_N: torch.Tensor,
+    off_policy_N: torch.Tensor,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    shape: float = 0.1,
+) -> Term:
+    """PPO clip on own tokens, `-f(pi) A` with `f(x) = x/(x + shape)` on a teacher's (LUFFY,
+    arXiv:2504.14945).
+
+    The teacher's probability is taken as 1, so the ratio is `pi` itself; `f` lifts the gradient of rare
+    tokens.
+    """
+    own = ppo_clip(ratio, advantage_N, low=low, high=high)
+    probability = logp_N.exp()
+    shaped = probability / (probability + shape)
+    return _term(
+        torch.where(off_policy_N, -shaped * advantage_N, own.loss_N),
+        own.clipped_N & ~off_policy_N,
+        torch.where(off_policy_N, shaped, own.effective_N),
+    )
+
+
+SURROGATE = table(reinforce, importance, ppo_clip, cispo, sapo, double_sided, dynamic_clip, mixed_policy)
