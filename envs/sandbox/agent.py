@@ -71,7 +71,7 @@ BASE_ENV = {
 }
 OOM_PATHS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 
-_PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 24, 36, 38
+_PR_SET_DUMPABLE, _PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 24, 36, 38
 _FIONREAD = 0x541B
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -152,7 +152,7 @@ def _drop_capabilities(keep: frozenset[int]) -> None:
 def harden(settings: Settings) -> None:
     """No new privileges, no core or ptrace access, orphans come to us, only the few capabilities we use."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
     if settings.policy_uid is not None:
         os.setgroups([])
         for capability in range(64):
@@ -387,7 +387,7 @@ class _Supervisor:
         self.killed = 0
 
     def run(self) -> None:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
         wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
@@ -415,7 +415,7 @@ class _Supervisor:
             ready = self.poller.poll(max(0.0, min(waits) - now) * 1000 + 0.5)
             for fd, _ in ready:
                 if fd == wake:
-                    _drain(wake)
+                    drain(wake)
                 elif fd == self.link.fileno():
                     reason = self._told() or reason
                 elif fd == stdin_end:
@@ -615,7 +615,7 @@ class _Supervisor:
         while not self.tree.reap():
             for fd, _ in self.poller.poll(1000):
                 if fd == wake:
-                    _drain(wake)
+                    drain(wake)
                 elif fd == self.link.fileno():
                     if self._told() is not None:
                         killed, verified = self.tree.kill()
@@ -625,7 +625,7 @@ class _Supervisor:
                     self._take(fd, 1 << 16)
 
 
-def _drain(fd: int) -> None:
+def drain(fd: int) -> None:
     with contextlib.suppress(BlockingIOError):
         while os.read(fd, 4096):
             pass
@@ -880,7 +880,7 @@ class Agent:
         while not self._ending:
             for key, mask in self._selector.select(self._patience()):
                 if key.data == "wake":
-                    _drain(self._wake)
+                    drain(self._wake)
                 elif key.data == "listener":
                     self._accept()
                 elif key.data == "connection":
@@ -1105,7 +1105,7 @@ class Agent:
         if pid == 0:
             try:
                 signal.set_wakeup_fd(-1)
-                _close_others({0, 1, 2, theirs.fileno(), *spools, self.settings.oom_fd or 0})
+                close_others({0, 1, 2, theirs.fileno(), *spools, self.settings.oom_fd or 0})
                 _Supervisor(self.settings, header, body, theirs, spools).run()
             except BaseException as error:
                 sys.stderr.write(f"supervisor of {exec_id}: {error!r}\n")
@@ -1269,7 +1269,7 @@ def _unknown(killed: int, verified: bool) -> Header:
     }
 
 
-def _close_others(keep: set[int]) -> None:
+def close_others(keep: set[int]) -> None:
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         if fd not in keep:

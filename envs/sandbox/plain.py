@@ -19,18 +19,17 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from agentrl.errors import SandboxError
 from agentrl.types import JsonScalar, SandboxSpec
 from envs.sandbox import agent
 from envs.sandbox.channel import Channel
 from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
 from envs.sandbox.diff import diff_trees
 from envs.sandbox.images import Images
+from envs.sandbox.interpreter import base_python
 from envs.sandbox.live import LiveSandbox
 
 
@@ -58,7 +57,7 @@ class PlainBackend:
         self._temporary = tempfile.TemporaryDirectory(prefix="agentrl-plain-") if state_dir is None else None
         self._state = Path(self._temporary.name) if self._temporary is not None else Path(state_dir or "")
         self._images = Images(self._state / "images", None)
-        self._python = python or _base_python()
+        self._python = python or base_python()
         self._numbers = itertools.count(1)
         self._live: set[LiveSandbox] = set()
 
@@ -209,11 +208,3 @@ async def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
         await asyncio.sleep(pause)
         pause = min(2 * pause, 0.05)
     return True
-
-
-def _base_python() -> str:
-    """The interpreter below any virtual environment: its standard library, not our packages."""
-    path = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    if not os.access(path, os.X_OK):
-        raise SandboxError(f"The Python interpreter {path} can not be run.", code="no_python", phase="create")
-    return path

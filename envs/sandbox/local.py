@@ -1,0 +1,566 @@
+"""Sandboxes on this machine from Linux namespaces, an overlay over a shared read-only image, and a seccomp
+filter.
+
+The embedded default: no engine, no image registry, about fifteen milliseconds to a ready sandbox. What the
+kernel refuses is named together with its fix; nothing is ever silently left out (control groups are the one
+optional part, and `SandboxInfo.limits_enforced` says which limits hold).
+
+Writable inside: the workdir, /tmp, /var/tmp, /dev/shm and the home, all in one tmpfs of the task's disk
+size. Network: loopback only; a task that asks for more is refused here. See `zygote` for how a sandbox is
+made, `agent` for how it runs commands. Every descriptor that a live sandbox costs this process: its
+socket, a pidfd, the overlay's upper directory.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from agentrl.errors import SandboxError
+from agentrl.types import JsonScalar, SandboxSpec
+from envs.sandbox import cgroups, zygote
+from envs.sandbox import namespaces as ns
+from envs.sandbox.agent import Inbox
+from envs.sandbox.channel import Channel
+from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
+from envs.sandbox.diff import diff_overlay
+from envs.sandbox.images import Images
+from envs.sandbox.interpreter import base_python
+from envs.sandbox.live import LiveSandbox
+
+UID_BASE = 0x6A61_0000
+"""First of the 65,536 ids on this machine that stand for a sandbox's ids when the host is root: nobody's."""
+HOME = "/home/policy"
+OPEN_FILES = 4096
+ZYGOTE_DEADLINE_S = 20.0
+CHECK_DEADLINE_S = 20.0
+_BOOT = "import sys; sys.path.insert(0, sys.argv[3]); from envs.sandbox import zygote; sys.path.pop(0); {}"
+_ETC = {
+    "passwd": "root:x:0:0:root:/root:/bin/bash\npolicy:x:1000:1000:policy:/home/policy:/bin/bash\n"
+    "nobody:x:65534:65534:nobody:/:/bin/false\n",
+    "group": "root:x:0:\npolicy:x:1000:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    "profile": "# Commands get their whole environment from the agent.\n",
+    "resolv.conf": "",
+    "shells": "/bin/sh\n/bin/bash\n",
+}
+_SYSCTLS = (
+    ("kernel.apparmor_restrict_unprivileged_userns", "0"),
+    ("kernel.unprivileged_userns_clone", "1"),
+)
+
+
+class LocalBackend:
+    """See `contract.Backend`. `state_dir` holds prepared images and, while it runs, one folder of this
+    backend."""
+
+    def __init__(self, state_dir: Path | None = None, *, python: str | None = None) -> None:
+        self._state = state_dir or Path.home() / ".local" / "state" / "agentrl"
+        self._python = python or base_python()
+        root = (
+            os.geteuid() == 0 and ns.has_capability(ns.CAP_SYS_ADMIN) and ns.maps_range(UID_BASE, zygote.IDS)
+        )
+        self._uid_base = UID_BASE if root else None
+        policy = UID_BASE + zygote.POLICY_ID
+        self._images = Images(self._state / "images", (policy, policy) if root else None)
+        self._hierarchy = cgroups.detect()
+        self._id = f"{os.getpid()}-{os.urandom(4).hex()}"
+        self._folder = self._state / "run" / self._id
+        self._numbers = itertools.count(1)
+        self._live: set[LiveSandbox] = set()
+        self._zygote: _Zygote | None = None
+        self._starting = asyncio.Lock()
+        self._swept = False
+
+    @property
+    def name(self) -> str:
+        return "local"
+
+    @property
+    def isolation(self) -> Isolation:
+        return "namespaces"
+
+    def check(self) -> None:
+        """Make and end one sandbox, waiting for it. Raises `SandboxError` with the primitive that the
+        kernel refused and the fix."""
+        lower = self._folder / "check"
+        self._make_folder()
+        lower.mkdir()
+        spec = SandboxSpec(image="check", memory_mib=64, disk_mib=8)
+        name = f"{self._id}-check"
+        process, control = self._spawn()
+        ours, theirs = socket.socketpair()
+        group = self._group(name, spec)
+        try:
+            with control, ours, theirs:
+                _await_readable(control, CHECK_DEADLINE_S)
+                control.recv(64)
+                request = self._request(name, spec, lower, (), group)
+                socket.send_fds(control, [json.dumps(request).encode()], [theirs.fileno()])
+                theirs.close()
+                _await_readable(ours, CHECK_DEADLINE_S)
+                for fd in _receive_start(ours)[1]:
+                    os.close(fd)
+        finally:
+            process.wait(CHECK_DEADLINE_S)
+            group.remove()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def prepare(self, environment_dir: str) -> str:
+        return await self._images.prepare(environment_dir)
+
+    async def create(
+        self,
+        spec: SandboxSpec,
+        *,
+        image: str,
+        session: str,
+        mounts: tuple[Mount, ...] = (),
+        apply: tuple[FileChange, ...] = (),
+        deadline_s: float = 120.0,
+    ) -> LiveSandbox:
+        begun = time.monotonic()
+        _check_spec(spec, mounts)
+        lower = self._images.require(image)
+        binds = tuple([(str(await self._images.snapshot(m.source)), m.target) for m in mounts])
+        name = f"{self._id}-{next(self._numbers)}"
+        try:
+            async with asyncio.timeout(deadline_s):
+                sandbox = await self._start(name, spec, image, lower, binds, begun)
+        except TimeoutError as error:
+            raise SandboxError(
+                f"Sandbox {name} was not ready within {deadline_s:g} s.",
+                fix="The machine is overloaded: start fewer sandboxes at once.",
+                code="start_timeout",
+                phase="start",
+            ) from error
+        if apply:
+            try:
+                await sandbox.apply(apply, deadline_s=deadline_s)
+            except BaseException:
+                await sandbox.close()
+                raise
+        return sandbox
+
+    async def _start(
+        self,
+        name: str,
+        spec: SandboxSpec,
+        image: str,
+        lower: Path,
+        binds: tuple[tuple[str, str], ...],
+        begun: float,
+    ) -> LiveSandbox:
+        zygote_ = await self._ensure_zygote()
+        group = self._group(name, spec)
+        descriptors: list[int] = []
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                await zygote_.send(self._request(name, spec, lower, binds, group), theirs)
+            await _readable(ours.fileno())
+            started, descriptors = _receive_start(ours)
+            upper, handle = descriptors
+            pid = int(started["pid"])
+        except BaseException:
+            await self._abandon(ours, descriptors, group)
+            raise
+
+        async def end() -> None:
+            self._live.discard(sandbox)
+            await _kill(handle)
+            os.close(handle)
+            os.close(upper)
+            if not group.remove():
+                await asyncio.to_thread(group.remove)
+            with contextlib.suppress(OSError):
+                os.unlink(self._log(name))
+
+        async def post_mortem() -> dict[str, JsonScalar]:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await _readable(handle)
+                await asyncio.sleep(0.01)
+            return self._post_mortem(name, group)
+
+        async def differ() -> tuple[FileChange, ...]:
+            return await asyncio.to_thread(diff_overlay, upper, lower)
+
+        channel = None
+        try:
+            channel = await Channel.attach(ours, sandbox=name, post_mortem=post_mortem)
+            hello, _ = await channel.call({"op": "hello"}, deadline_s=ZYGOTE_DEADLINE_S)
+        except BaseException:
+            if channel is not None:
+                channel.close()
+            await _kill(handle)
+            await self._abandon(ours, descriptors, group)
+            raise
+        info = SandboxInfo(
+            id=name,
+            backend=self.name,
+            isolation=self.isolation,
+            image_digest=image,
+            instance=hello["instance"],
+            spec=spec,
+            limits_enforced=tuple(dict.fromkeys((*group.limits, "pids", "disk", "network"))),
+            ready_ms=(time.monotonic() - begun) * 1000,
+        )
+        sandbox = LiveSandbox(info, channel, differ=differ, end=end, agent_pid=pid)
+        self._live.add(sandbox)
+        return sandbox
+
+    async def _abandon(self, ours: socket.socket, descriptors: list[int], group: cgroups.Group) -> None:
+        """Give back what a sandbox that never came to life has taken. Its agent, if any, ends with its
+        socket."""
+        ours.close()
+        for fd in descriptors:
+            os.close(fd)
+        await asyncio.to_thread(group.remove)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)))
+        if self._zygote is not None:
+            await self._zygote.close()
+            self._zygote = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- the zygote
+
+    async def _ensure_zygote(self) -> _Zygote:
+        async with self._starting:
+            if self._zygote is None or not self._zygote.alive:
+                if self._zygote is not None:
+                    await self._zygote.close()
+                self._sweep()
+                self._make_folder()
+                process, control = self._spawn()
+                started = _Zygote(process, control)
+                try:
+                    await started.ready(self._folder / "zygote.log")
+                except BaseException:
+                    await started.close()
+                    raise
+                self._zygote = started
+            return self._zygote
+
+    def _make_folder(self) -> None:
+        for name in ("root", "disk", "empty", "etc"):
+            (self._folder / name).mkdir(parents=True, exist_ok=True, mode=0o755)
+        for name, text in _ETC.items():
+            (self._folder / "etc" / name).write_text(text)
+        with contextlib.suppress(OSError):
+            shutil.copyfile("/etc/ld.so.cache", self._folder / "etc/ld.so.cache")
+        if os.path.isdir("/etc/alternatives"):
+            shutil.copytree(
+                "/etc/alternatives", self._folder / "etc/alternatives", symlinks=True, dirs_exist_ok=True
+            )
+
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = _BOOT.format("zygote.main(int(sys.argv[1]), sys.argv[2])")
+        package_root = str(Path(zygote.__file__).parents[2])
+        with theirs, (self._folder / "zygote.log").open("ab") as log:
+            process = subprocess.Popen(
+                [self._python, "-I", "-S", "-c", code, str(theirs.fileno()), str(self._folder), package_root],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+                cwd="/",
+                start_new_session=True,
+            )
+        return process, ours
+
+    def _sweep(self) -> None:
+        """Remove what backends left that were killed together with their zygote."""
+        if self._swept:
+            return
+        self._swept = True
+        with contextlib.suppress(OSError):
+            for folder in (self._state / "run").iterdir():
+                with contextlib.suppress(OSError), (folder / "lock").open("rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if self._hierarchy is not None:
+                        self._hierarchy.sweep(f"agentrl-{folder.name}-")
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    # -- what a sandbox is asked to be
+
+    def _group(self, name: str, spec: SandboxSpec) -> cgroups.Group:
+        if self._hierarchy is None:
+            return cgroups.Group(folders=(), limits=(), oom_file=None)
+        return self._hierarchy.create(f"agentrl-{name}", spec)
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def _request(
+        self,
+        name: str,
+        spec: SandboxSpec,
+        lower: Path,
+        binds: tuple[tuple[str, str], ...],
+        group: cgroups.Group,
+    ) -> zygote.Request:
+        path = f"{zygote.TOOLS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        one_user = self._uid_base is None
+        return {
+            "id": name,
+            "folder": str(self._folder),
+            "log": str(self._log(name)),
+            "lower": str(lower),
+            "binds": binds,
+            "workdir": spec.workdir,
+            "home": HOME,
+            "disk_mib": spec.disk_mib,
+            "uid_base": self._uid_base,
+            "python": self._python,
+            "python_folders": _python_folders(self._python),
+            "hidden": _site_packages(self._python),
+            "cgroup_procs": group.procs,
+            "cgroup_folders": group.folders,
+            "oom_file": group.oom_file,
+            "settings": {
+                "workdir": spec.workdir,
+                "home": HOME,
+                "path": path,
+                "env": spec.env,
+                "policy_uid": None if one_user else zygote.POLICY_ID,
+                "rlimits": {
+                    "NOFILE": OPEN_FILES,
+                    "CORE": 0,
+                    "FSIZE": spec.disk_mib * 1024 * 1024,
+                    # With one user the agent and its supervisors count too.
+                    "NPROC": spec.pids + (8 if one_user else 0),
+                },
+            },
+        }
+
+    def _post_mortem(self, name: str, group: cgroups.Group) -> dict[str, JsonScalar]:
+        evidence: dict[str, JsonScalar] = {}
+        with contextlib.suppress(OSError):
+            for line in (self._folder / "exits").read_text().splitlines():
+                which, _, code = line.partition(" ")
+                if which == name:
+                    evidence["exit"] = int(code)
+        with contextlib.suppress(OSError):
+            evidence["log"] = self._log(name).read_text("utf-8", "backslashreplace")[-4096:]
+        if group.oom_file is not None:
+            with contextlib.suppress(OSError):
+                for line in Path(group.oom_file).read_text().splitlines():
+                    if line.startswith("oom_kill "):
+                        evidence["oom_kills"] = int(line.split()[1])
+        return evidence
+
+
+class _Zygote:
+    """The host's handle of the zygote process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+        control.setblocking(False)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    async def ready(self, log: Path) -> None:
+        """Wait for its word; else `SandboxError` with what it wrote to `log`."""
+        try:
+            async with asyncio.timeout(ZYGOTE_DEADLINE_S):
+                await _readable(self._control.fileno())
+                if self._control.recv(64) == zygote.READY:
+                    return
+        except (TimeoutError, OSError):
+            pass
+        raise SandboxError(
+            f"The zygote of the local backend did not start: {_tail(log)}",
+            fix="Run `agentrl doctor`.",
+            code="zygote",
+            phase="start",
+        )
+
+    async def send(self, request: zygote.Request, connection: socket.socket) -> None:
+        data = json.dumps(request).encode()
+        if len(data) > zygote.MAX_REQUEST:
+            raise SandboxError(
+                f"The specification of the sandbox has {len(data)} bytes.",
+                fix="Make its environment variables smaller.",
+                code="spec_too_large",
+                phase="create",
+                retryable=False,
+            )
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [connection.fileno()]))]
+        while True:
+            try:
+                self._control.sendmsg([data], rights)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(0.002)
+            except OSError as error:
+                raise SandboxError(
+                    f"The zygote of the local backend is gone: {error}.",
+                    fix="Create the sandbox again: another zygote is started.",
+                    code="zygote",
+                    phase="create",
+                ) from error
+
+    async def close(self) -> None:
+        self._control.close()
+        for patience_s in (5.0, 1.0):
+            until = time.monotonic() + patience_s
+            while self._process.poll() is None and time.monotonic() < until:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            if self._process.poll() is None:
+                self._process.kill()
+
+
+# ---------------------------------------------------------------------------------------------------- waiting
+
+
+def _tail(log: Path) -> str:
+    return log.read_text("utf-8", "backslashreplace")[-2000:]
+
+
+async def _readable(fd: int) -> None:
+    """Wait until a descriptor can be read (a pidfd: until its process ended). The caller sets the
+    deadline."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
+def _await_readable(connection: socket.socket, deadline_s: float) -> None:
+    if not select.select([connection], [], [], deadline_s)[0]:
+        raise SandboxError(
+            f"The zygote did not answer within {deadline_s:g} s.",
+            fix="Look at the load of this machine.",
+            code="zygote",
+            phase="start",
+        )
+
+
+async def _kill(handle: int) -> None:
+    """End PID 1 of a sandbox, and with it everything inside; returns when all of it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+    await _readable(handle)
+
+
+def _receive_start(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The launcher's first message: two descriptors, or why there is no sandbox."""
+    data, descriptors, _, _ = socket.recv_fds(connection, 65536, 4)
+    messages = Inbox().feed(data)
+    if not messages:
+        raise SandboxError(
+            "The launcher of the sandbox ended without a word.",
+            fix="See zygote.log in the backend's folder.",
+            code="launcher",
+            phase="start",
+        )
+    header = messages[0][0]
+    if header["event"] != "started":
+        _refuse(header["error"])
+    return header, descriptors
+
+
+def _refuse(problem: dict[str, Any]) -> NoReturn:
+    phase, primitive = problem["phase"], problem.get("primitive")
+    code = problem.get("errno")
+    what = primitive or problem["message"]
+    why = f"{os.strerror(code)} ({errno.errorcode.get(code, code)})" if code else problem["message"]
+    raise SandboxError(
+        f"This kernel does not make a sandbox: {what}: {why}.",
+        fix=fix_for(phase),
+        code=f"no_{phase}",
+        phase="start",
+        evidence={"primitive": str(what), "errno": code, "step": phase},
+    )
+
+
+def fix_for(phase: str) -> str:
+    """What an administrator can do so that a primitive works, from what this machine has set."""
+    if phase == "user_namespace":
+        for name, wanted in _SYSCTLS:
+            with contextlib.suppress(OSError):
+                now = Path("/proc/sys", *name.split(".")).read_text().strip()
+                if now != wanted:
+                    return f"Set `sysctl -w {name}={wanted}` (or an AppArmor profile with `userns,`)."
+        with contextlib.suppress(OSError):
+            if Path("/proc/sys/user/max_user_namespaces").read_text().strip() == "0":
+                return "Set `sysctl -w user.max_user_namespaces=15000`."
+    fixes = {
+        "user_namespace": "In a container allow unshare and mount in its seccomp profile (or run it privileged).",
+        "mount_namespace": "Set `sysctl -w user.max_mnt_namespaces=15000`; in a container add CAP_SYS_ADMIN.",
+        "pid_namespace": "Set `sysctl -w user.max_pid_namespaces=15000`; in a container add CAP_SYS_ADMIN.",
+        "ipc_namespace": "Set `sysctl -w user.max_ipc_namespaces=15000 user.max_uts_namespaces=15000`.",
+        "network_namespace": "Set `sysctl -w user.max_net_namespaces=15000`; AppArmor may forbid it too.",
+        "mount": "Overlay over tmpfs needs Linux 5.14 as root, 6.6 as a user, and the `overlay` module: "
+        "`modprobe overlay`.",
+        "proc": "In a container /proc must not be masked: `--security-opt systempaths=unconfined`.",
+        "pivot_root": "Allow pivot_root in the container's seccomp or AppArmor profile.",
+        "seccomp": "The kernel needs CONFIG_SECCOMP_FILTER on x86-64 or arm64.",
+        "cgroup": "The control groups of this process vanished; start again.",
+    }
+    fix = fixes.get(phase, "Run `agentrl doctor`.")
+    return f"{fix} Or use the docker backend, or `--insecure-local` to go without isolation."
+
+
+def _check_spec(spec: SandboxSpec, mounts: tuple[Mount, ...]) -> None:
+    if spec.network != "none":
+        raise SandboxError(
+            f"The local backend has no network '{spec.network}'; a sandbox here reaches only itself.",
+            fix="Use the docker or kubernetes backend, or set the task's network to none.",
+            code="network_unsupported",
+            phase="create",
+            retryable=False,
+        )
+    for target in (spec.workdir, *(mount.target for mount in mounts)):
+        parts = target.split("/")
+        taken = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "proc", "dev", "etc", "")
+        if not target.startswith("/") or ".." in parts or "," in target or parts[1] in taken:
+            raise SandboxError(
+                f"'{target}' can not be a folder of a task.",
+                fix="Use an absolute path such as /app, outside of the system's folders.",
+                code="bad_path",
+                phase="create",
+                retryable=False,
+            )
+
+
+def _python_folders(python: str) -> list[str]:
+    """Installation prefix of the interpreter, where the system folders do not hold it already."""
+    prefix = str(Path(python).parent.parent)
+    return [] if prefix.startswith(("/usr", "/bin", "/lib")) else [prefix]
+
+
+def _site_packages(python: str) -> list[str]:
+    """Folders of installed packages: not the sandbox's business, and not part of any image."""
+    found = []
+    for prefix in {str(Path(python).parent.parent), "/usr", "/usr/local"}:
+        for pattern in ("lib/python3*/site-packages", "lib/python3*/dist-packages"):
+            found += [str(path) for path in Path(prefix).glob(pattern) if path.is_dir()]
+    return sorted(found)

@@ -1,0 +1,410 @@
+"""A small process, started once per local backend, that forks sandboxes: no interpreter start, no imports,
+per sandbox.
+
+host --request + socket--> zygote --fork--> launcher --namespaces, mounts, fork--> PID 1 = the agent
+
+The launcher answers on the sandbox's own socket, either an error that names the phase and the primitive that
+the kernel refused, or `started` with two descriptors: the overlay's upper directory and a pidfd of PID 1.
+Then it is gone, PID 1 becomes a child of the zygote (a subreaper), and the host needs the zygote no more to
+end it.
+
+Two situations. *Root*: mounts are made by the host's root, then the agent enters a user namespace whose ids 0
+to 65535 are a range that is nobody outside; it owns none of the namespaces it lives in. *User*: a user
+namespace comes first (one id mapped), mounts are made in it, then a second one inside takes away the power
+over them.
+
+When the host ends (its socket closes), all sandboxes are killed and what they left in cgroups and folders
+is removed. Standard library only; this module must stay importable in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from envs.sandbox import agent
+from envs.sandbox import namespaces as ns
+
+POLICY_ID = 1000
+"""User and group of the policy inside a sandbox."""
+IDS = 65536
+"""How many ids a sandbox has in the root situation."""
+READY = b"zygote"
+MAX_REQUEST = 192 * 1024
+SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+TOOLS = "/opt/agentrl/bin"
+"""Where `python3` and `python` are, first on the path."""
+_SETUP_DEADLINE_S = 60
+_PR_SET_PDEATHSIG = 1
+_READ_ONLY = ns.ATTR_RDONLY | ns.ATTR_NOSUID | ns.ATTR_NODEV
+
+Request = dict[str, Any]
+
+
+class _Phase:
+    """What is being done now; an error is reported with it."""
+
+    def __init__(self) -> None:
+        self.name = "start"
+
+
+# --------------------------------------------------------------------------------------------------- launcher
+
+
+def launch(request: Request, connection: socket.socket, births: int) -> int:
+    """In the forked launcher: build the sandbox, leave the agent running in it, answer on `connection`.
+    Returns the launcher's exit code."""
+    phase = _Phase()
+    child = 0
+    try:
+        child, upper = _build(request, connection, phase)
+        handle = os.pidfd_open(child)
+        os.write(births, f"{child} {request['id']}\n".encode())
+        message = agent.frames({"id": 0, "event": "started", "pid": child})[0]
+        socket.send_fds(connection, [message], [upper, handle])
+    except BaseException as error:  # Whatever it is, the host must hear of it.
+        if child:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        problem = {"phase": phase.name, "message": f"{type(error).__name__}: {error}"}
+        if isinstance(error, OSError):
+            problem = {**problem, "errno": error.errno, "primitive": str(error.filename)}  # type: ignore[dict-item]
+        with contextlib.suppress(OSError):
+            connection.sendall(agent.frames({"id": 0, "event": "failed", "error": problem})[0])
+        return 1
+    return 0
+
+
+def _build(request: Request, connection: socket.socket, phase: _Phase) -> tuple[int, int]:
+    base: int | None = request["uid_base"]
+    phase.name = "cgroup"
+    joining = _join_cgroups(request["cgroup_procs"])
+    oom = os.open(request["oom_file"], os.O_RDONLY | os.O_CLOEXEC) if request["oom_file"] else None
+    if base is None:
+        phase.name = "user_namespace"
+        uid, gid = os.getuid(), os.getgid()
+        ns.unshare(ns.CLONE_NEWUSER, "unshare user namespace")
+        _write_map("/proc/self/setgroups", "deny")
+        _write_map("/proc/self/uid_map", f"0 {uid} 1")
+        _write_map("/proc/self/gid_map", f"0 {gid} 1")
+    phase.name = "mount_namespace"
+    ns.unshare(ns.CLONE_NEWNS, "unshare mount namespace")
+    phase.name = "pid_namespace"
+    ns.unshare(ns.CLONE_NEWPID, "unshare pid namespace")
+    phase.name = "ipc_namespace"
+    ns.unshare(ns.CLONE_NEWIPC | ns.CLONE_NEWUTS, "unshare ipc and uts namespaces")
+    _limit_ipc()
+    phase.name = "network_namespace"
+    ns.unshare(ns.CLONE_NEWNET, "unshare network namespace")
+    ns.loopback_up()
+    socket.sethostname("sandbox")
+    phase.name = "mount"
+    root, upper = _mounts(request, base)
+    phase.name = "cgroup"
+    _await_child(joining, "join the cgroups")
+    phase.name = "fork"
+    processes = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(_SETUP_DEADLINE_S)
+    theirs.settimeout(_SETUP_DEADLINE_S)
+    child = os.fork()
+    if child == 0:
+        _inside(request, connection, theirs, root, oom)
+    theirs.close()
+    while True:
+        word = json.loads(ours.recv(65536) or b'{"failed": "the first process ended", "phase": "fork"}')
+        if "failed" in word:
+            phase.name = word["phase"]
+            raise OSError(word.get("errno") or 0, word["failed"], word.get("primitive"))
+        if word["phase"] == "map":
+            phase.name = "user_namespace"
+            outside = (base, IDS, 0) if base is not None else (0, 1, POLICY_ID)
+            for kind in ("gid_map", "uid_map"):
+                fd = os.open(f"{child}/{kind}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=processes)
+                os.write(fd, f"{outside[2]} {outside[0]} {outside[1]}".encode())
+                os.close(fd)
+            ours.sendall(b"mapped")
+        else:
+            return child, upper
+
+
+def _join_cgroups(files: list[str]) -> int | None:
+    """Move this process, from a helper: the kernel waits some ten milliseconds for it, in which we go on."""
+    if not files:
+        return None
+    me = str(os.getpid()).encode()
+    helper = os.fork()
+    if helper == 0:
+        try:
+            for path in files:
+                fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                os.write(fd, me)
+            os._exit(0)
+        except OSError as error:
+            os._exit(min(error.errno or 255, 255))
+    return helper
+
+
+def _await_child(pid: int | None, what: str) -> None:
+    if pid is not None:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code != 0:
+            raise OSError(abs(code), os.strerror(abs(code)), what)
+
+
+def _write_map(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="ascii") as file:
+            file.write(text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, f"write {path}") from None
+
+
+def _limit_ipc() -> None:
+    """System V memory outlives its processes: let it not, and keep it small. It is charged to the cgroup
+    anyway."""
+    for name, value in (("shm_rmid_forced", "1"), ("shmall", "16384")):
+        with contextlib.suppress(OSError), open(f"/proc/sys/kernel/{name}", "w", encoding="ascii") as file:
+            file.write(value)
+
+
+def _mounts(request: Request, base: int | None) -> tuple[str, int]:
+    """Everything but /proc. Returns the new root and a descriptor of the overlay's upper directory."""
+    owner = base or 0
+    policy = owner + POLICY_ID if base is not None else 0
+    ids = f"uid={owner},gid={owner},mode=755"
+    here: str = request["folder"]
+    root, disk = here + "/root", here + "/disk"
+    ns.mount("none", "/", None, ns.MS_REC | ns.MS_PRIVATE, name="make / private")
+    ns.mount("tmpfs", root, "tmpfs", ns.MS_NOSUID | ns.MS_NODEV, f"size=16m,nr_inodes=4096,{ids}")
+    size, inodes = request["disk_mib"], request["disk_mib"] * 256
+    ns.mount("tmpfs", disk, "tmpfs", ns.MS_NOSUID | ns.MS_NODEV, f"size={size}m,nr_inodes={inodes},{ids}")
+
+    def folder(path: str, uid: int = owner, mode: int = 0o755) -> str:
+        if not os.path.isdir(path):
+            if not os.path.isdir(os.path.dirname(path)):
+                folder(os.path.dirname(path))
+            os.mkdir(path)
+            os.chown(path, uid, uid)
+            os.chmod(path, mode)
+        return path
+
+    for path in SYSTEM_FOLDERS:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.isdir(path):
+            ns.bind(path, folder(root + path), _READ_ONLY)
+    for path in request["python_folders"]:
+        ns.bind(path, folder(root + path), _READ_ONLY)
+    for path in request["hidden"]:
+        ns.bind(here + "/empty", root + path, _READ_ONLY)
+    folder(root + TOOLS)
+    for alias in ("python3", "python"):
+        os.symlink(request["python"], f"{root}{TOOLS}/{alias}")
+    ns.bind(here + "/etc", folder(root + "/etc"), _READ_ONLY)
+    folder(root + "/dev")
+    for name in DEVICES:
+        with open(f"{root}/dev/{name}", "wb"):
+            pass
+        ns.bind(f"/dev/{name}", f"{root}/dev/{name}", 0)
+    for name, target in (("fd", "/fd"), ("stdin", "/fd/0"), ("stdout", "/fd/1"), ("stderr", "/fd/2")):
+        os.symlink("/proc/self" + target, f"{root}/dev/{name}")
+    for name, target, uid, mode in (
+        ("tmp", "/tmp", owner, 0o1777),
+        ("var-tmp", "/var/tmp", owner, 0o1777),
+        ("shm", "/dev/shm", owner, 0o1777),
+        ("home", request["home"], policy, 0o700),
+    ):
+        ns.bind(folder(f"{disk}/{name}", uid, mode), folder(root + target), 0)
+    for name in ("/proc", "/root", "/run"):
+        folder(root + name)
+    for source, target in request["binds"]:
+        ns.bind(source, folder(root + target), _READ_ONLY)
+    handles = [
+        os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for path in (request["lower"], folder(disk + "/upper", policy), folder(disk + "/work"))
+    ]
+    lower, upper, work = (f"/proc/self/fd/{fd}" for fd in handles)
+    options = f"lowerdir={lower},upperdir={upper},workdir={work},redirect_dir=off,metacopy=off,index=off"
+    if base is None:
+        options += ",userxattr"
+    target = folder(root + request["workdir"])
+    ns.mount("overlay", target, "overlay", ns.MS_NOSUID | ns.MS_NODEV, options, name="mount overlay")
+    return root, handles[1]
+
+
+def _inside(
+    request: Request, connection: socket.socket, sync: socket.socket, root: str, oom: int | None
+) -> None:
+    """PID 1 of the sandbox, up to the agent's loop. Never returns."""
+    phase = "proc"
+    try:
+        signal.set_wakeup_fd(-1)
+        flags = ns.MS_NOSUID | ns.MS_NODEV | ns.MS_NOEXEC
+        ns.mount("proc", root + "/proc", "proc", flags, name="mount proc")
+        phase = "pivot_root"
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        ns.enter_root(root)
+        phase = "user_namespace"
+        ns.unshare(ns.CLONE_NEWUSER, "unshare user namespace")
+        sync.sendall(b'{"phase": "map"}')
+        if sync.recv(16) != b"mapped":
+            raise OSError(0, "the launcher ended", "id map")
+        inner = 0 if request["uid_base"] is not None else POLICY_ID
+        os.setresgid(inner, inner, inner)
+        os.setresuid(inner, inner, inner)
+        if request["uid_base"] is None:
+            ns.drop_all_capabilities()
+        phase = "seccomp"
+        ns.install_seccomp()
+        phase = "agent"
+        nothing = os.open("/dev/null", os.O_RDONLY)
+        for fd, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(fd, target)
+        os.umask(0o022)
+        settings = agent.Settings(**request["settings"], oom_fd=oom)
+        keep = {0, 1, 2, connection.fileno(), sync.fileno()}
+        agent.close_others(keep if oom is None else keep | {oom})
+        sync.sendall(b'{"phase": "up"}')
+        sync.close()
+        agent.serve(settings, connection)
+    except BaseException as error:
+        word: dict[str, Any] = {"failed": str(error), "phase": phase}
+        if isinstance(error, OSError):
+            word.update(failed=error.strerror, errno=error.errno, primitive=error.filename)
+        with contextlib.suppress(OSError):
+            sync.sendall(json.dumps(word).encode())
+        with contextlib.suppress(OSError):
+            os.write(2, f"agent: {error!r}\n".encode())
+    finally:
+        os._exit(0)
+
+
+# ----------------------------------------------------------------------------------------------------- zygote
+
+
+class _Zygote:
+    def __init__(self, control: socket.socket, state: str) -> None:
+        self._control = control
+        self._state = state
+        self._parent = os.getppid()
+        self._alive: dict[int, str] = {}
+        self._launchers: dict[int, str] = {}
+        self._requests: dict[str, Request] = {}
+        self._births, self._births_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._exits = os.open(state + "/exits", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def run(self) -> None:
+        wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(agent.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        gc.collect()
+        gc.freeze()
+        self._control.sendall(READY)
+        poller = select.poll()
+        for fd in (wake, self._control.fileno(), self._births):
+            poller.register(fd, select.POLLIN)
+        # A signal of death may come from a thread of the host that ended; the host itself is its process.
+        while os.getppid() == self._parent:
+            for fd, _ in poller.poll(10_000):
+                if fd == wake:
+                    agent.drain(wake)
+                elif fd == self._births:
+                    self._note_births()
+                elif not self._take_request():
+                    self._end()
+                    return
+            self._reap()
+        self._end()
+
+    def _take_request(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._control, MAX_REQUEST, 4)
+        if not data:
+            return False
+        request = json.loads(data)
+        with socket.socket(fileno=fds[0]) as connection:
+            self._requests[request["id"]] = request
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    code = launch(request, connection, self._births_end)
+                finally:
+                    os._exit(code)
+            self._launchers[pid] = request["id"]
+        return True
+
+    def _note_births(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for line in os.read(self._births, 65536).decode().splitlines():
+                pid, name = line.split()
+                self._alive[int(pid)] = name
+
+    def _reap(self) -> bool:
+        """Collect the dead; True when no child is left."""
+        while True:
+            self._note_births()
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return True
+            if pid == 0:
+                return False
+            self._note_births()
+            launched = self._launchers.pop(pid, None)
+            if launched is not None and status != 0:
+                self._requests.pop(launched, None)
+            name = self._alive.pop(pid, None)
+            if name is not None:
+                self._requests.pop(name, None)
+                if os.fstat(self._exits).st_size > 1 << 20:
+                    os.ftruncate(self._exits, 0)
+                os.write(self._exits, f"{name} {os.waitstatus_to_exitcode(status)}\n".encode())
+
+    def _end(self) -> None:
+        """The host is gone: nothing of its sandboxes may stay."""
+        until = time.monotonic() + 10.0
+        left = dict(self._requests)
+        while not self._reap() and time.monotonic() < until:
+            for pid in self._alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+        for request in left.values():
+            for folder in request["cgroup_folders"]:
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
+        if self._parent != os.getppid():
+            shutil.rmtree(self._state, ignore_errors=True)
+
+
+def main(control: int, state: str) -> None:
+    """Entry of the zygote process: `control` is an inherited SOCK_SEQPACKET to the host, `state` its own
+    folder."""
+    lock = os.open(state + "/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.umask(0o022)
+    _Zygote(socket.socket(fileno=control), state).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
