@@ -80,7 +80,8 @@ def get_admission(connection: Connection, task_id: str, revision: str) -> Admiss
 
 
 def note(connection: Connection, run_id: str, kind: str, message: str, data: Mapping[str, Any]) -> None:
-    """Append an event."""
+    """Append an event. A NUL in the message (PostgreSQL text has none) becomes U+FFFD."""
+    message = message.replace("\0", "\ufffd")
     row = {
         "run_id": run_id,
         "at": time.time(),

@@ -304,8 +304,8 @@ def _action_rows(trajectory: Trajectory) -> list[dict[str, Any]]:
                     "turn": at,
                     "position": position,
                     "tool": action.tool,
-                    "unusable": action.error is not None,
-                    "failed": None if seen is None else seen.is_error,
+                    "unusable": int(action.error is not None),
+                    "failed": None if seen is None else int(seen.is_error),
                     "status": None if seen is None or seen.status is None else seen.status.value,
                 }
             )

@@ -163,8 +163,9 @@ actions = Table(
     Column("turn", BigInteger, primary_key=True, autoincrement=False),
     Column("position", BigInteger, primary_key=True, autoincrement=False),
     Column("tool", TEXT, nullable=False),
-    Column("unusable", Boolean, nullable=False),
-    Column("failed", Boolean),
+    Column("unusable", Integer, nullable=False),
+    # 0 or 1: a boolean column would read a forged 2 as true.
+    Column("failed", Integer),
     # The observation is an error. NULL: the action was never answered.
     Column("status", TEXT),
     Index(None, "tool"),

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Table, and_, bindparam, case, func, insert, or_, select
+from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, func, insert, or_, select
 
 from agentrl.errors import StoreError, nearest
 from agentrl.store import chain
@@ -215,7 +215,7 @@ def counts(connection: Connection, where: Sequence[ColumnElement[bool]]) -> Coun
     }
     owners = select(t.fault_owner, t.fault_code, func.count()).where(t.fault_owner.is_not(None), *where)
     faults = connection.execute(owners.group_by(t.fault_owner, t.fault_code))
-    bad = func.sum(case((or_(a.unusable, and_(a.failed.is_not(None), a.failed)), 1), else_=0))
+    bad = func.sum(case((or_(a.unusable == 1, a.failed == 1), 1), else_=0))
     joined = actions.join(trajectories, t.id == a.trajectory_id)
     used = (
         select(a.tool, func.count(), bad).select_from(joined).where(*where).group_by(a.tool).order_by(a.tool)

@@ -56,6 +56,13 @@ class _Broken(Exception):
         self.why = why
 
 
+def _unreadable(where: str, error: Exception) -> _Broken:
+    """What an error says about the evidence; one of the connection says nothing and is raised."""
+    if isinstance(error, SQLAlchemyError) and "decode" not in str(error):
+        raise error
+    return _Broken(where, f"a row can not be read: {error}")
+
+
 def verify(database: Database, run_id: str, *, key: bytes | None) -> VerifyReport:
     """Check a run from its seal to the heads of its chains, in one snapshot, whatever writers do meanwhile.
 
@@ -74,13 +81,12 @@ def verify(database: Database, run_id: str, *, key: bytes | None) -> VerifyRepor
         check = _Check(connection, run_id, key)
         broken: _Broken | None = None
         try:
-            check.run()
-            check.trajectories()
-            check.groups()
-            check.versions()
-            check.updates()
+            for part in (check.run, check.trajectories, check.groups, check.versions, check.updates):
+                part()
         except _Broken as found:
             broken = found
+        except _UNREADABLE as error:
+            broken = _unreadable(f"run {run_id}", error)
     return VerifyReport(
         run_id=run_id,
         trajectories=check.n_trajectories,
@@ -117,7 +123,7 @@ class _Check:
                 raise _Broken(where, "its config is not the one that was hashed")
             self.seal = runs.seal(row)
         except _UNREADABLE as error:
-            raise _Broken(where, f"its row can not be read: {error}") from error
+            raise _unreadable(where, error) from error
         if self.seal != row["seal"]:
             raise _Broken(where, "its row does not match its seal")
         kinds = set(self.connection.scalars(select(chains.c.kind).where(chains.c.run_id == self.run_id)))
@@ -134,7 +140,7 @@ class _Check:
             try:
                 record = self._trajectory(where, rows)
             except _UNREADABLE as error:
-                raise _Broken(where, f"can not be rebuilt from its rows: {error}") from error
+                raise _unreadable(where, error) from error
             self.head = self.head.then(rows.trajectory["content_hash"])
             if self.head.link != rows.trajectory["chain"]:
                 raise _Broken(
@@ -174,7 +180,7 @@ class _Check:
             try:
                 version = from_dict(PolicyVersion, {name: row._mapping[name] for name in _VERSION_FIELDS})
             except _UNREADABLE as error:
-                raise _Broken(where, f"not a policy version: {error}") from error
+                raise _unreadable(where, error) from error
             if before is not None and version.parent != before:
                 raise _Broken(where, f"its parent is {version.parent} where version {before} comes before it")
             head, before = head.then(training.version_hash(version)), version.number
@@ -209,7 +215,7 @@ class _Check:
             try:
                 batch = load(self.connection, mine, after=after, limit=BATCH)
             except _UNREADABLE:
-                batch = self._alone(after)  # find out which one of the batch it is
+                batch = self._alone(after)  # one by one from here, to find out which one it is
             if not batch:
                 return
             for rows in batch:
@@ -220,7 +226,7 @@ class _Check:
         try:
             return load(self.connection, trajectories.c.run_id == self.run_id, after=after, limit=1)
         except _UNREADABLE as error:
-            raise _Broken(f"#{after + 1}", f"its rows can not be read: {error}") from error
+            raise _unreadable(f"#{after + 1}", error) from error
 
     def _trajectory(self, where: str, rows: Rows) -> Trajectory:
         """All checks of one trajectory but its link.

@@ -115,9 +115,7 @@ def main(url: str | None) -> None:
             tokens = N_TRAJECTORIES * N_CALLS * (N_GENERATED + N_DELTA)
             ranked = sorted(taken_ms)
             worst = ranked[int(0.99 * len(ranked))]
-            print(
-                f"one trajectory: {N_CALLS} calls x {N_GENERATED} generated tokens and {N_DELTA} new prompt ones"
-            )
+            print(f"one trajectory: {N_CALLS} calls x {N_GENERATED} generated, {N_DELTA} new prompt tokens")
             print(
                 f"add: median {statistics.median(ranked):.2f} ms, mean {statistics.mean(ranked):.2f} ms,",
                 end=" ",

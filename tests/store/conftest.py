@@ -20,7 +20,7 @@ BACKENDS = ("sqlite", "postgresql")
 
 
 class Postgres:
-    """A server on a socket in its own folder, run by the user `postgres` when we are root (it refuses root)."""
+    """A server on a socket in its own folder, run by the user `postgres` when we are root."""
 
     def __init__(self, binaries: Path) -> None:
         self._binaries = binaries

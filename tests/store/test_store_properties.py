@@ -25,7 +25,7 @@ from agentrl.store.prompts import checked_bytes
 from agentrl.types import Trajectory, to_json
 
 QUICK = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,

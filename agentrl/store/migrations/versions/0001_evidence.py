@@ -184,8 +184,8 @@ def upgrade() -> None:
         sa.Column("turn", sa.BigInteger(), autoincrement=False, nullable=False),
         sa.Column("position", sa.BigInteger(), autoincrement=False, nullable=False),
         sa.Column("tool", TEXT, nullable=False),
-        sa.Column("unusable", sa.Boolean(), nullable=False),
-        sa.Column("failed", sa.Boolean(), nullable=True),
+        sa.Column("unusable", sa.Integer(), nullable=False),
+        sa.Column("failed", sa.Integer(), nullable=True),
         sa.Column("status", TEXT, nullable=True),
         sa.ForeignKeyConstraint(
             ["trajectory_id"], ["trajectories.id"], name=op.f("fk_actions_trajectory_id")
