@@ -96,6 +96,11 @@ class LocalBackend:
     def isolation(self) -> Isolation:
         return "namespaces"
 
+    @property
+    def limits_memory(self) -> bool:
+        """Whether control groups can hold a sandbox to its memory here."""
+        return self._hierarchy is not None and "memory" in self._hierarchy.parents
+
     def check(self) -> None:
         """Make and end one sandbox, waiting for it. Raises `SandboxError` with the primitive that the
         kernel refused and the fix."""
@@ -526,7 +531,7 @@ def fix_for(phase: str) -> str:
         "cgroup": "The control groups of this process vanished; start again.",
     }
     fix = fixes.get(phase, "Run `agentrl doctor`.")
-    return f"{fix} Or use the docker backend, or `--insecure-local` to go without isolation."
+    return f"{fix} Or use the docker backend, or go without isolation: `--insecure-local`."
 
 
 def _check_spec(spec: SandboxSpec, mounts: tuple[Mount, ...]) -> None:

@@ -1,0 +1,730 @@
+"""The behaviour that every sandbox backend owes, one kind per function: `await kind(case)`.
+
+A backend's tests make a `Case` and run all `KINDS` on it; kinds marked `isolated` hold only where a kernel
+separates the sandbox from the machine, those marked `memory` only where its memory is limited. Names are
+the promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import SandboxError, SandboxLost
+from agentrl.types import ExecStatus, SandboxSpec
+from envs.sandbox.contract import (
+    HEAD_BYTES,
+    OUTPUT_LIMIT_BYTES,
+    TAIL_BYTES,
+    TERM_GRACE_S,
+    Backend,
+    ExecRequest,
+    ExecResult,
+    FileChange,
+    Mount,
+    Sandbox,
+)
+from envs.sandbox.diff import DiffTooLarge
+
+SLACK_S = 3.0
+"""What a busy two-core machine may add to any wait."""
+SECRET = "a-secret-of-the-host-5f1c"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    name: str
+    run: Callable[[Case], Awaitable[None]]
+    isolated: bool
+    memory: bool
+
+
+KINDS: list[Kind] = []
+
+
+def kind(
+    *, isolated: bool = False, memory: bool = False
+) -> Callable[[Callable[[Case], Awaitable[None]]], Callable[[Case], Awaitable[None]]]:
+    def note(run: Callable[[Case], Awaitable[None]]) -> Callable[[Case], Awaitable[None]]:
+        KINDS.append(Kind(run.__name__, run, isolated, memory))
+        return run
+
+    return note
+
+
+@dataclass
+class Case:
+    """One backend under test."""
+
+    backend: Backend
+    folder: Path
+    """Scratch on this machine."""
+    kill_agent: Callable[[Sandbox], None]
+    """End the agent behind everyone's back."""
+    close_s: float = 1.0
+    _images: dict[str, str] = field(default_factory=dict)
+
+    async def image(self) -> str:
+        if "plain" not in self._images:
+            folder = self.folder / "environment"
+            (folder / "pkg" / "inner").mkdir(parents=True)
+            (folder / "old").mkdir()
+            for path, text in IMAGE_FILES.items():
+                (folder / path).write_text(text)
+            (folder / "run.sh").chmod(0o755)
+            (folder / "link").symlink_to("/tmp")
+            (folder / "Dockerfile").write_text("FROM scratch\n")
+            self._images["plain"] = await self.backend.prepare(str(folder))
+        return self._images["plain"]
+
+    @contextlib.asynccontextmanager
+    async def sandbox(
+        self,
+        *,
+        mounts: tuple[Mount, ...] = (),
+        apply: tuple[FileChange, ...] = (),
+        pids: int = 64,
+        memory_mib: int = 256,
+        disk_mib: int = 64,
+    ) -> AsyncIterator[Sandbox]:
+        image = await self.image()
+        spec = SandboxSpec(image=image, pids=pids, memory_mib=memory_mib, disk_mib=disk_mib)
+        box = await self.backend.create(spec, image=image, session="test", mounts=mounts, apply=apply)
+        try:
+            yield box
+        finally:
+            await box.close()
+
+
+IMAGE_FILES = {
+    "app.py": "print('hello')\n",
+    "run.sh": "#!/bin/sh\necho run\n",
+    "pkg/__init__.py": "",
+    "pkg/inner/a.py": "a = 1\n",
+    "pkg/inner/b.py": "b = 1\n",
+    "old/one.txt": "1\n",
+    "old/two.txt": "2\n",
+}
+
+_ids = iter(range(10**9))
+
+
+async def sh(
+    box: Sandbox, command: str, timeout_s: float = 20.0, stdin: bytes | None = None, user: str = "policy"
+) -> ExecResult:
+    return await box.exec(
+        ExecRequest(
+            exec_id=f"x{next(_ids)}",
+            command=command,
+            timeout_s=timeout_s,
+            stdin=stdin,
+            user="root" if user == "root" else "policy",
+        )
+    )
+
+
+async def py(box: Sandbox, program: str, timeout_s: float = 20.0, stdin: bytes | None = None) -> ExecResult:
+    argv = ("python3", "-I", "-S", "-c", program)
+    return await box.exec(
+        ExecRequest(exec_id=f"x{next(_ids)}", argv=argv, timeout_s=timeout_s, stdin=stdin)
+    )
+
+
+async def quiet(box: Sandbox, within_s: float = SLACK_S) -> int:
+    """Processes of the sandbox, after waiting for them to be gone."""
+    until = time.monotonic() + within_s
+    while (left := (await box.probe()).processes) and time.monotonic() < until:
+        await asyncio.sleep(0.02)
+    return left
+
+
+# -------------------------------------------------------------------------------------------------------- exec
+
+
+@kind()
+async def a_command_runs_under_a_login_shell_in_the_workdir(case: Case) -> None:
+    async with case.sandbox() as box:
+        result = await sh(box, "python3 app.py; shopt -q login_shell && echo login; echo oops >&2; exit 7")
+        assert (result.status, result.exit_code, result.signal) == (ExecStatus.EXITED, 7, None)
+        assert result.stdout.head == b"hello\nlogin\n"
+        assert result.stderr.head == b"oops\n"
+        assert result.kill_verified is None
+        assert result.wall_ms > 0
+        assert result.cpu_ms > 0
+        assert result.memory_peak_kib
+
+
+@kind()
+async def the_environment_is_fixed_and_holds_nothing_of_the_host(case: Case) -> None:
+    os.environ["AGENTRL_TEST_SECRET"] = SECRET
+    async with case.sandbox() as box:
+        request = ExecRequest(exec_id="env", command="env; cat /proc/*/environ 2>/dev/null", env={"MINE": "1"})
+        result = await box.exec(request)
+        names = {line.split("=")[0] for line in result.stdout.text().splitlines() if "\0" not in line}
+        assert {"TERM", "NO_COLOR", "PAGER", "GIT_PAGER", "TQDM_DISABLE", "PIP_PROGRESS_BAR", "MINE"} <= names
+        assert names <= {
+            *("TERM", "NO_COLOR", "PAGER", "GIT_PAGER", "TQDM_DISABLE", "PIP_PROGRESS_BAR", "MINE"),
+            *("PATH", "HOME", "LANG", "PWD", "OLDPWD", "SHLVL", "_"),
+        }
+        if case.backend.isolation != "none":
+            assert SECRET not in result.stdout.text()
+
+
+@kind()
+async def stdin_is_empty_unless_given_and_there_is_no_terminal(case: Case) -> None:
+    async with case.sandbox() as box:
+        assert (await sh(box, "cat; tty; test -t 1 || echo none")).stdout.head == b"not a tty\nnone\n"
+        data = os.urandom(3 * 1024 * 1024)
+        result = await sh(box, "sha256sum", stdin=data)
+        assert result.stdout.text().split()[0] == hashlib.sha256(data).hexdigest()
+        assert (await sh(box, "true", stdin=data)).exit_code == 0
+
+
+@kind()
+async def a_signal_is_told_apart_from_an_exit_code(case: Case) -> None:
+    async with case.sandbox() as box:
+        killed = await sh(box, "kill -9 $$")
+        assert (killed.status, killed.exit_code, killed.signal) == (ExecStatus.SIGNALED, None, signal.SIGKILL)
+        exited = await sh(box, "exit 137")
+        assert (exited.status, exited.exit_code, exited.signal) == (ExecStatus.EXITED, 137, None)
+
+
+@kind()
+async def the_same_exec_id_never_runs_twice(case: Case) -> None:
+    async with case.sandbox() as box:
+        request = ExecRequest(exec_id="once", command="sleep 0.2; echo x >> count; cat count")
+        first, second = await asyncio.gather(box.exec(request), box.exec(request))
+        third = await box.exec(request)
+        assert first == second == third
+        assert await box.read_file("count") == b"x\n"
+
+
+@kind()
+async def a_timeout_ends_the_whole_tree_and_says_that_it_did(case: Case) -> None:
+    async with case.sandbox() as box:
+        command = (
+            "trap '' TERM; setsid sleep 300 & (setsid sh -c 'trap \"\" TERM; sleep 300 & sleep 300' &) ;"
+            " echo started; sleep 300; sleep 300"
+        )
+        begun = time.monotonic()
+        result = await sh(box, command, timeout_s=0.5)
+        assert (result.status, result.exit_code, result.kill_verified) == (ExecStatus.TIMEOUT, None, True)
+        assert 0.5 + TERM_GRACE_S <= time.monotonic() - begun < 0.5 + TERM_GRACE_S + SLACK_S
+        assert result.leftovers_killed >= 4
+        assert result.stdout.head == b"started\n"
+        assert (await box.probe()).processes == 0
+        assert (await sh(box, "echo on")).stdout.head == b"on\n"
+
+
+@kind()
+async def a_timeout_asks_before_it_kills(case: Case) -> None:
+    async with case.sandbox() as box:
+        begun = time.monotonic()
+        result = await sh(box, "trap 'echo bye; exit 0' TERM; while :; do sleep 0.05; done", timeout_s=0.4)
+        assert result.status is ExecStatus.TIMEOUT
+        assert result.exit_code is None
+        assert result.stdout.head == b"bye\n"
+        assert time.monotonic() - begun < 0.4 + TERM_GRACE_S
+
+
+@kind()
+async def waiting_does_not_count_as_running(case: Case) -> None:
+    async with case.sandbox() as box:
+        requests = [ExecRequest(exec_id=f"n{i}", command="sleep 0.3", timeout_s=5) for i in range(16)]
+        results = await asyncio.gather(*(box.exec(r) for r in requests))
+        assert [r.exit_code for r in results] == [0] * 16
+
+
+@kind()
+async def a_background_child_with_the_pipes_does_not_hold_the_answer(case: Case) -> None:
+    async with case.sandbox() as box:
+        begun = time.monotonic()
+        result = await sh(box, "echo first; (sleep 1; echo late; echo alive > mark; sleep 300) & exit 0")
+        assert time.monotonic() - begun < 1.0
+        assert (result.exit_code, result.stdout.head) == (0, b"first\n")
+        assert result.leftovers_alive >= 1
+        assert result.leftovers_killed == 0
+        # It is not killed by writing into a pipe whose answer has been given.
+        assert (await sh(box, "sleep 1.5; cat mark")).stdout.head == b"alive\n"
+        assert (await box.probe()).processes >= 1
+        assert await box.kill_all() >= 1
+        assert await quiet(box) == 0
+
+
+@kind()
+async def a_helper_of_the_shell_still_gets_its_last_words_in(case: Case) -> None:
+    async with case.sandbox() as box:
+        for _ in range(5):
+            assert (await sh(box, "echo hello > >(cat)")).stdout.head == b"hello\n"
+
+
+@kind()
+async def a_command_that_can_not_start_is_a_result(case: Case) -> None:
+    async with case.sandbox() as box:
+        missing = await box.exec(ExecRequest(exec_id="m", argv=("no-such-program",)))
+        assert (missing.status, missing.exit_code) == (ExecStatus.EXITED, 127)
+        assert b"no-such-program" in missing.stderr.head or b"No such file" in missing.stderr.head
+        nowhere = await box.exec(ExecRequest(exec_id="c", command="true", cwd="no/such/folder"))
+        assert (nowhere.status, nowhere.exit_code) == (ExecStatus.EXITED, 127)
+        assert b"working directory" in nowhere.stderr.head
+
+
+@kind()
+async def a_report_travels_apart_from_the_output(case: Case) -> None:
+    async with case.sandbox() as box:
+        argv = ("python3", "-c", "import os; print('PASSED'); os.write(3, b'\\x00real' * 50000)")
+        result = await box.exec(ExecRequest(exec_id="r", argv=argv, report_fd=True))
+        assert result.report == b"\0real" * 50000
+        assert result.stdout.head == b"PASSED\n"
+        without = await sh(box, "echo forged >&3")
+        assert without.exit_code != 0
+        assert without.report is None
+
+
+@kind()
+async def words_of_a_daemon_in_the_output_are_just_output(case: Case) -> None:
+    async with case.sandbox() as box:
+        result = await sh(box, "echo 'Error response from daemon: no such container' >&2; exit 1")
+        assert (result.status, result.exit_code) == (ExecStatus.EXITED, 1)
+        assert (await box.probe()).alive
+
+
+@kind()
+async def a_cancelled_exec_kills_its_command(case: Case) -> None:
+    async with case.sandbox() as box:
+        task = asyncio.create_task(sh(box, "trap '' TERM; setsid sleep 300 & sleep 300; sleep 300"))
+        while (await box.probe()).processes < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await quiet(box) == 0
+        assert (await sh(box, "echo on")).stdout.head == b"on\n"
+
+
+@kind()
+async def kill_all_ends_running_commands_which_say_so(case: Case) -> None:
+    async with case.sandbox() as box:
+        task = asyncio.create_task(sh(box, "echo begun; setsid sleep 300 & sleep 300; true"))
+        while (await box.probe()).processes < 3:
+            await asyncio.sleep(0.01)
+        assert await box.kill_all() == 3
+        result = await task
+        assert (result.status, result.reason, result.exit_code) == (ExecStatus.KILLED, "kill_all", None)
+        assert result.stdout.head == b"begun\n"
+        assert await box.kill_all() == 0
+
+
+@kind()
+async def impossible_requests_are_refused(case: Case) -> None:
+    for timeout_s in (-1.0, 0.0, float("nan")):
+        with pytest.raises(ValueError, match="timeout_s"):
+            ExecRequest(exec_id="t", command="true", timeout_s=timeout_s)
+    with pytest.raises(ValueError, match="exactly one"):
+        ExecRequest(exec_id="t", command="true", argv=("true",))
+    async with case.sandbox() as box:
+        with pytest.raises(ValueError, match="NUL"):
+            await sh(box, "echo a\0b")
+        with pytest.raises(ValueError, match="NUL"):
+            await box.read_file("a\0b")
+        assert (await sh(box, "echo on")).exit_code == 0
+
+
+@kind()
+async def zombies_are_reaped(case: Case) -> None:
+    async with case.sandbox() as box:
+        program = (
+            "import os\n"
+            "for _ in range(200):\n"
+            "    if os.fork() == 0:\n"
+            "        if os.fork() == 0: os._exit(0)\n"
+            "        os._exit(0)\n"
+            "    os.wait()\n"
+        )
+        assert (await py(box, program)).exit_code == 0
+        assert await quiet(box) == 0
+        if case.backend.isolation != "none":
+            count = await sh(box, "grep -l '^State:.Z' /proc/[0-9]*/status | wc -l")
+            assert count.stdout.head.strip() == b"0"
+
+
+# ------------------------------------------------------------------------------------------------------ output
+
+
+@kind()
+async def output_is_bytes_counted_and_hashed_at_every_size(case: Case) -> None:
+    whole = HEAD_BYTES + TAIL_BYTES
+    async with case.sandbox() as box:
+        for size in (0, 1, 65535, 65536, 65537, whole - 1, whole, whole + 1, 2**20 + 1, 5_000_003):
+            result = await py(
+                box,
+                f"import sys, random; random.seed(3); data = random.randbytes({size});"
+                "sys.stdout.buffer.write(data); sys.stdout.flush();"
+                "import hashlib; sys.stderr.write(hashlib.sha256(data).hexdigest())",
+            )
+            seen = result.stdout
+            assert seen.bytes_total == size
+            assert seen.sha256 == result.stderr.head.decode()
+            assert seen.truncated == (size > whole)
+            kept = seen.head + seen.tail
+            assert len(kept) == min(size, whole)
+            assert len(seen.head) == min(size, HEAD_BYTES)
+            if size <= whole:
+                assert hashlib.sha256(kept).hexdigest() == seen.sha256
+
+
+@kind()
+async def a_writer_of_200_megabytes_is_counted_exactly(case: Case) -> None:
+    async with case.sandbox() as box:
+        blocks = 200
+        result = await sh(box, f"head -c {blocks}M /dev/zero", timeout_s=60)
+        assert (result.status, result.exit_code) == (ExecStatus.EXITED, 0)
+        assert result.stdout.bytes_total == blocks * 1024 * 1024
+        expected = hashlib.sha256()
+        for _ in range(blocks):
+            expected.update(bytes(1024 * 1024))
+        assert result.stdout.sha256 == expected.hexdigest()
+        assert len(result.stdout.head) + len(result.stdout.tail) == HEAD_BYTES + TAIL_BYTES
+
+
+@kind()
+async def endless_output_ends_the_command_visibly(case: Case) -> None:
+    async with case.sandbox() as box:
+        result = await sh(box, "yes", timeout_s=60)
+        assert (result.status, result.reason) == (ExecStatus.KILLED, "output_limit")
+        assert result.kill_verified is True
+        assert result.stdout.bytes_total >= OUTPUT_LIMIT_BYTES
+        assert (await box.probe()).processes == 0
+
+
+@kind()
+async def output_before_a_timeout_is_cut_like_any_other(case: Case) -> None:
+    async with case.sandbox() as box:
+        result = await sh(box, "head -c 5M /dev/zero; sleep 300", timeout_s=1.5)
+        assert result.status is ExecStatus.TIMEOUT
+        assert result.stdout.bytes_total == 5 * 1024 * 1024
+        assert len(result.stdout.head) + len(result.stdout.tail) == HEAD_BYTES + TAIL_BYTES
+
+
+@kind()
+async def undecodable_and_split_characters_survive(case: Case) -> None:
+    async with case.sandbox() as box:
+        raw = await sh(box, r"printf 'a\xff\x00\xfeb'")
+        assert raw.stdout.head == b"a\xff\x00\xfeb"
+        assert raw.stdout.text() == "a\\xff\x00\\xfeb"
+        split = await py(
+            box,
+            "import os, time\nfor byte in 'é€😀'.encode():\n    os.write(1, bytes([byte]))\n    time.sleep(0.005)",
+        )
+        assert split.stdout.text() == "é€😀"
+
+
+# ------------------------------------------------------------------------------------------------------- files
+
+
+@kind()
+async def a_written_file_reads_back_and_belongs_to_the_policy(case: Case) -> None:
+    async with case.sandbox() as box:
+        data = os.urandom(16 * 1024 * 1024)
+        await box.write_file("deep/er/file.bin", data, mode=0o640)
+        assert await box.read_file("deep/er/file.bin") == data
+        facts = await sh(box, "stat -c %a deep/er/file.bin; id -u > me; stat -c %u deep > owner; cmp me owner")
+        assert (facts.stdout.head, facts.exit_code) == (b"640\n", 0)
+        await box.write_file("deep/er/file.bin", b"new")
+        assert (await sh(box, "cat deep/er/file.bin; ls -A deep/er")).stdout.head == b"newfile.bin\n"
+        assert (await sh(box, "rm -rf deep && ! test -e deep")).exit_code == 0
+
+
+@kind()
+async def unreadable_files_are_typed_errors_and_never_hang(case: Case) -> None:
+    async with case.sandbox() as box:
+        await sh(box, "mkfifo pipe; head -c 2000 /dev/zero > big; ln -s nowhere dangling")
+        with pytest.raises(FileNotFoundError):
+            await box.read_file("no/such/file")
+        with pytest.raises(FileNotFoundError):
+            await box.read_file("dangling")
+        with pytest.raises(IsADirectoryError):
+            await box.read_file("pkg")
+        with pytest.raises(IsADirectoryError):
+            await box.write_file("pkg", b"")
+        with pytest.raises(ValueError, match="regular"):
+            await box.read_file("pipe")
+        with pytest.raises(ValueError, match="1999"):
+            await box.read_file("big", max_bytes=1999)
+        assert len(await box.read_file("big", max_bytes=2000)) == 2000
+
+
+@kind(isolated=True)
+async def files_of_the_sandboxs_root_are_closed_to_the_policy(case: Case) -> None:
+    async with case.sandbox() as box:
+        root = await sh(box, "umask 077; id -u; echo key > /tmp/key; mkdir -p /logs/verifier", user="root")
+        if root.stdout.head != b"0\n":
+            return  # Only one id is mapped here: root and policy are the same user.
+        assert root.exit_code == 0
+        with pytest.raises(PermissionError):
+            await box.read_file("/tmp/key")
+        with pytest.raises(PermissionError):
+            await box.write_file("/logs/verifier/reward.txt", b"1")
+        assert (await sh(box, "cat /tmp/key")).exit_code != 0
+
+
+# -------------------------------------------------------------------------------------------------------- diff
+
+CHANGES = """
+echo changed > app.py; chmod -x run.sh; rm pkg/inner/a.py; ln -s /etc/passwd secret; mkfifo fifo
+rm -rf old; mkdir old; echo 3 > old/three.txt
+mkdir -p new/empty; echo x > "new/with space"; chmod 750 new
+rm -rf pkg/__init__.py; mkdir pkg/__init__.py; echo y > pkg/__init__.py/file
+touch pkg/inner/b.py; rm link; mkdir link; echo z > link/inside
+"""EXPECTED = { "app.py": ("file", b"changed\n"), "run.sh": ("file", b"#!/bin/sh\necho run\n"),
+"pkg/inner/a.py": ("deleted", None), "secret": ("symlink", b"/etc/passwd"), "old/one.txt": ("deleted", None),
+"old/two.txt": ("deleted", None), "old/three.txt": ("file", b"3\n"), "new": ("dir", None), "new/empty":
+("dir", None), "new/with space": ("file", b"x\n"), "pkg/__init__.py": ("dir", None), "pkg/__init__.py/file":
+("file", b"y\n"), "link": ("dir", None), "link/inside": ("file", b"z\n"), }
+
+@kind() async def a_diff_says_exactly_what_changed(case: Case) -> None: async with case.sandbox() as box:
+assert await box.diff() == () assert (await sh(box, CHANGES)).stderr.head == b"" await box.kill_all() changes
+= await box.diff() assert {c.path: (c.kind, c.content) for c in changes} == EXPECTED assert [c.path for c in
+changes] == sorted(c.path for c in changes) modes = {c.path: c.mode for c in changes} assert (modes["run.sh"],
+modes["new"]) == (0o644, 0o750)
+
+@kind() async def a_diff_laid_over_a_fresh_sandbox_gives_the_same_workdir(case: Case) -> None: listing = "find
+. -mindepth 1 ! -type p ! -name listing -printf '%p %y %m %l\\n' | sort; cat $(find . -type f | sort)" async
+with case.sandbox() as box: await sh(box, CHANGES.replace("with space", "without")) before = (await sh(box,
+listing)).stdout changes = await box.diff() async with case.sandbox(apply=changes) as fresh: assert (await
+sh(fresh, listing)).stdout == before assert await fresh.diff() == changes assert (await sh(fresh, "echo more
+>> app.py && rm -rf new pkg")).exit_code == 0
+
+@kind() async def a_diff_of_512_files_is_complete(case: Case) -> None: async with case.sandbox() as box: await
+sh(box, "mkdir many; for i in $(seq 512); do echo $i > many/$i; done") changes = await box.diff() assert
+{c.path: c.content for c in changes if c.kind == "file"} == { f"many/{i}": f"{i}\n".encode() for i in range(1,
+513) }
+
+@kind() async def a_diff_survives_the_death_of_the_sandbox(case: Case) -> None: async with case.sandbox() as
+box: await sh(box, "echo changed > app.py") case.kill_agent(box) with pytest.raises(SandboxLost): await
+sh(box, "true") assert [(c.path, c.content) for c in await box.diff()] == [("app.py", b"changed\n")]
+
+@kind() async def a_diff_that_is_too_large_is_the_policys_fault(case: Case) -> None: async with case.sandbox()
+as box: await sh(box, "truncate -s 40M sparse") with pytest.raises(DiffTooLarge) as caught: await box.diff()
+assert caught.value.owner == "policy" await sh(box, "rm sparse; d=.; for i in $(seq 80); do d=$d/d; done;
+mkdir -p $d") with pytest.raises(DiffTooLarge): await box.diff()
+
+@kind() async def changes_never_leave_the_workdir(case: Case) -> None: for path in ("link/planted",
+"../planted", "/tmp/planted", "pkg/../../planted", "a//b"): with pytest.raises(SandboxError) as caught: async
+with case.sandbox(apply=(FileChange(path=path, kind="file", content=b"x"),)): pass assert caught.value.code ==
+"unsafe_path" assert not Path("/tmp/planted").exists()
+
+# ---------------------------------------------------------------------------------------------- loss and
+ending
+
+@kind() async def a_killed_agent_is_a_lost_sandbox_with_a_post_mortem(case: Case) -> None: async with
+case.sandbox() as box: running = asyncio.create_task(sh(box, "sleep 300")) await asyncio.sleep(0.3)
+case.kill_agent(box) with pytest.raises(SandboxLost) as caught: await running assert caught.value.owner ==
+"environment" assert caught.value.evidence with pytest.raises(SandboxLost): await box.probe() with
+pytest.raises(SandboxLost): await box.read_file("app.py")
+
+@kind() async def closing_is_fast_final_and_repeatable(case: Case) -> None: async with case.sandbox() as box:
+running = asyncio.create_task(sh(box, "trap '' TERM; setsid sleep 300 & while :; do sleep 1; done")) await
+asyncio.sleep(0.3) begun = time.monotonic() await asyncio.gather(box.close(), box.close()) assert
+time.monotonic() - begun < case.close_s with pytest.raises(SandboxLost): await running with
+pytest.raises(SandboxLost): await sh(box, "true") await box.close()
+
+@kind() async def an_unknown_image_or_a_folder_that_is_missing_is_refused(case: Case) -> None: spec =
+SandboxSpec(image="dir:none") with pytest.raises(SandboxError) as caught: await case.backend.create(spec,
+image="dir:none", session="test") assert (caught.value.code, caught.value.phase) == ("image_unknown",
+"prepare")
+
+@kind() async def preparing_the_same_folder_at_once_is_one_image(case: Case) -> None: await case.image()
+folder = str(case.folder / "environment") digests = await asyncio.gather(*(case.backend.prepare(folder) for _
+in range(8))) assert set(digests) == {await case.image()}
+
+@kind() async def starting_many_does_not_block_the_loop(case: Case) -> None: lags: list[float] = []
+
+async def tick() -> None: while True: before = time.monotonic() await asyncio.sleep(0.01)
+lags.append(time.monotonic() - before - 0.01)
+
+await case.image() ticker = asyncio.create_task(tick()) async with contextlib.AsyncExitStack() as stack: boxes
+= await asyncio.gather(*(stack.enter_async_context(case.sandbox()) for _ in range(8))) results = await
+asyncio.gather(*(sh(box, "echo $$") for box in boxes)) assert all(r.exit_code == 0 for r in results) assert
+len({box.info.instance for box in boxes}) == len({box.info.id for box in boxes}) == 8 ticker.cancel() assert
+sorted(lags)[len(lags) // 2] < 0.05 assert max(lags) < 0.5
+
+# ---------------------------------------------------------------------------------------------------
+isolation
+
+@kind(isolated=True) async def a_fork_bomb_hurts_only_its_own_sandbox(case: Case) -> None: async with
+contextlib.AsyncExitStack() as stack: boxes = await
+asyncio.gather(*(stack.enter_async_context(case.sandbox(pids=48)) for _ in range(4))) bomb =
+asyncio.create_task(sh(boxes[0], "bomb() { bomb | bomb & }; bomb; sleep 300", timeout_s=3)) await
+asyncio.sleep(0.5) waits = [] for _ in range(10): for box in boxes[1:]: begun = time.monotonic() assert (await
+sh(box, "true")).exit_code == 0 waits.append(time.monotonic() - begun) assert sorted(waits)[int(len(waits) *
+0.95)] < 1.0 + SLACK_S / 3 assert (await boxes[0].probe()).processes <= 48 + 2 result = await bomb assert
+(result.status, result.kill_verified) == (ExecStatus.TIMEOUT, True) assert await quiet(boxes[0]) == 0 again =
+asyncio.create_task(sh(boxes[0], "bomb() { bomb | bomb & }; bomb; sleep 300")) await asyncio.sleep(0.5) begun
+= time.monotonic() await boxes[0].close() assert time.monotonic() - begun < case.close_s with
+pytest.raises(SandboxLost): await again
+
+@kind(isolated=True, memory=True) async def only_the_kernel_says_that_memory_ran_out(case: Case) -> None: hog
+= "data = []\nwhile True: data.append(bytearray(8 << 20))" async with case.sandbox(memory_mib=48, disk_mib=16)
+as box: alone = await py(box, hog) assert (alone.status, alone.signal) == (ExecStatus.OOM, signal.SIGKILL)
+by_hand = await sh(box, "kill -9 $$") assert by_hand.status is ExecStatus.SIGNALED child = await sh(box,
+f"python3 -c '{hog}'; exit 0") assert (child.status, child.exit_code) == (ExecStatus.OOM, 0) health = await
+box.probe() assert health.alive assert health.oom_kills is not None assert health.oom_kills >= 2 assert (await
+sh(box, "echo on")).stdout.head == b"on\n"
+
+@kind(isolated=True) async def a_full_disk_is_the_policys_and_leaves_old_files_whole(case: Case) -> None:
+async with case.sandbox(disk_mib=16) as box: await box.write_file("keep.txt", b"kept") result = await sh(box,
+"head -c 64M /dev/zero > /tmp/fill; echo $?") assert b"No space left" in result.stderr.head or b"File size
+limit" in result.stderr.head await sh(box, "head -c 64M /dev/zero > /var/tmp/fill") health = await box.probe()
+assert health.disk_free_bytes is not None assert health.disk_free_bytes < 1024 * 1024 with
+pytest.raises(OSError, match="space"): await box.write_file("keep.txt", bytes(4 * 1024 * 1024)) assert await
+box.read_file("keep.txt") == b"kept" assert (await sh(box, "rm /tmp/fill /var/tmp/fill; ls -A")).exit_code ==
+0 await box.write_file("keep.txt", b"new")
+
+@kind(isolated=True) async def nothing_outside_can_be_reached(case: Case) -> None: program =
+"""
+import socket
+for family, where in ((socket.AF_INET, ("1.1.1.1", 53)), (socket.AF_INET, ("169.254.169.254", 80))):
+    with socket.socket(family) as s:
+        s.settimeout(5)
+        try: s.connect(where); print("reached", where)
+        except OSError as error: print(error.errno)
+for family in (40, 38):
+    try: socket.socket(family, socket.SOCK_STREAM); print("socket", family)
+    except OSError as error: print(error.errno)
+server = socket.create_server(("127.0.0.1", 0))
+socket.create_connection(server.getsockname(), 5)
+print("loopback")
+"""async with case.sandbox() as box: result = await py(box, program) assert result.stdout.head ==
+b"101\n101\n97\n97\nloopback\n", result.stderr.text()
+
+@kind(isolated=True) async def nothing_of_the_host_can_be_read(case: Case) -> None: secret = case.folder /
+"secret.txt" secret.write_text(SECRET) home = os.path.expanduser("~") async with case.sandbox() as box: look =
+f"cat {secret} {home}/.bashrc /etc/shadow /etc/hostname /root/.ssh/* /proc/1/environ /proc/1/mem; true" result
+= await sh(box, look) assert SECRET not in result.stdout.text() assert result.stdout.head == b"sandbox\n" for
+program in ("import pydantic", "import pytest", "import agentrl"): argv = ("python3", "-c", program) assert
+(await box.exec(ExecRequest(exec_id=program, argv=argv))).exit_code == 1 search = await sh(box, f"grep -rl
+{SECRET} /tmp /home /root /run /opt /app /etc /var 2>/dev/null; true") assert search.stdout.head == b""
+
+@kind(isolated=True) async def the_agent_can_not_be_killed_traced_or_impersonated(case: Case) -> None:
+program =
+"""
+import ctypes, os, signal
+libc = ctypes.CDLL(None, use_errno=True)
+for pid in (1, os.getppid()):
+    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):
+        try: os.kill(pid, number)
+        except OSError: pass
+    print(libc.ptrace(16, pid, 0, 0))
+    for name in ("mem", "environ"):
+        try: print(open(f"/proc/{pid}/{name}", "rb").read(1))
+        except OSError: print("closed")
+    try: print(os.listdir(f"/proc/{pid}/fd"))
+    except OSError: print("closed")
+"""
+    async with case.sandbox() as box:
+        before = await box.probe()
+        result = await py(box, program)
+        assert result.stdout.text().split() == ["-1", "closed", "closed", "closed"] * 2
+        assert (await sh(box, "ls -l /proc/$$/fd | grep -c socket")).stdout.head == b"0\n"
+        after = await box.probe()
+        assert (after.instance, after.alive) == (before.instance, True)
+
+
+@kind(isolated=True)
+async def killing_everything_in_reach_reaches_only_the_policy(case: Case) -> None:
+    async with case.sandbox() as box:
+        if (await sh(box, "id -u", user="root")).stdout.head != b"0\n":
+            return  # With one user its supervisor is in reach; that answers `unknown`, never a success.
+        background = await sh(box, "setsid sleep 300 > /dev/null 2>&1 &")
+        assert background.leftovers_alive >= 1
+        result = await sh(box, "kill -9 -1; echo survived")  # the shell does not hit itself
+        assert (result.status, result.stdout.head) == (ExecStatus.EXITED, b"survived\n")
+        assert await quiet(box) == 0
+        assert (await sh(box, "echo on")).stdout.head == b"on\n"
+
+
+@kind(isolated=True)
+async def the_policy_has_no_power_over_the_kernel(case: Case) -> None:
+    program = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *args):
+    ctypes.set_errno(0)
+    result = getattr(libc, name)(*args)
+    print(name, result, ctypes.get_errno())
+call("mount", b"none", b"/mnt", b"tmpfs", 0, None)
+call("umount2", b"/proc", 2)
+call("unshare", 0x10000000)
+call("unshare", 0x00020000)
+call("setns", 0, 0)
+call("ptrace", 0, 0, 0, 0)
+call("syscall", 425, 1, 0)
+call("syscall", 435, 0, 0)
+call("sethostname", b"x", 1)
+for line in open("/proc/self/status"):
+    if line.startswith(("CapEff", "CapPrm", "CapBnd", "NoNewPrivs", "Seccomp:")): print(line.split()[1])
+"""
+    async with case.sandbox() as box:
+        result = await py(box, program)
+        lines = result.stdout.text().splitlines()
+        for line in lines[:9]:
+            name, value, code = line.split()
+            assert (value, code) == ("-1", "38" if "435" in line or name == "syscall" and code == "38" else "1"), line
+        prm, eff, bnd, nnp, seccomp = lines[9:]
+        assert int(prm, 16) == int(eff, 16) == 0
+        assert int(bnd, 16) & ~0x1FB == 0
+        assert (nnp, seccomp) == ("1", "2")
+        fork = await sh(box, "( sleep 0 ) & wait; unshare -r true")
+        assert fork.exit_code != 0
+
+
+@kind(isolated=True)
+async def sandboxes_do_not_see_each_other(case: Case) -> None:
+    async with case.sandbox() as one, case.sandbox() as other:
+        await sh(one, f"echo {SECRET} | tee /tmp/a /dev/shm/a /var/tmp/a ~/a a; sleep 300 & true")
+        result = await sh(other, "ls /tmp /dev/shm /var/tmp ~; ls a; ps ax 2>/dev/null | grep -c [s]leep")
+        assert result.stdout.text().split()[-1] == "0"
+        assert "a" not in result.stdout.text().split()
+        assert (await sh(other, "cat app.py")).stdout.head == IMAGE_FILES["app.py"].encode()
+
+
+@kind(isolated=True)
+async def the_system_and_mounts_are_read_only(case: Case) -> None:
+    tests = case.folder / "tests"
+    if not tests.exists():
+        tests.mkdir(mode=0o700)
+        (tests / "check.py").write_text("print('checked')\n")
+        (tests / "check.py").chmod(0o600)
+    async with case.sandbox(mounts=(Mount(source=str(tests), target="/tests"),)) as box:
+        assert (await sh(box, "python3 /tests/check.py")).stdout.head == b"checked\n"
+        for user in ("policy", "root"):
+            for path in ("/usr/x", "/etc/x", "/tests/x", "/opt/agentrl/bin/x"):
+                result = await sh(box, f"echo x > {path}", user=user)
+                if path != "/opt/agentrl/bin/x" or user == "policy":
+                    assert result.exit_code != 0, (user, path)
+        assert (await sh(box, "echo x > /tests/check.py")).exit_code != 0
+
+
+@kind(isolated=True)
+async def on_the_host_a_sandbox_is_nobody(case: Case) -> None:
+    async with case.sandbox() as box:
+        pid = getattr(box, "agent_pid", None)
+        if pid is None:
+            return
+        status = dict(
+            line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
+        )
+        if os.geteuid() == 0:
+            assert all(int(uid) >= 65536 for uid in status["Uid"].split())
+        assert int(status["CapEff"], 16) & ~0x1FB == 0
+        assert status["NoNewPrivs"] == "1"
