@@ -20,7 +20,7 @@ micro-batch, `_S` trajectories, `_W` tokens of a micro-batch laid out flat (`B *
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -122,7 +122,7 @@ class Packing:
 
 
 def pack(
-    rows: Sequence[Rows],
+    rows: Sequence[Rows | None],
     packing: Packing,
     *,
     indices: Sequence[int] | None = None,
@@ -131,20 +131,21 @@ def pack(
     """Micro-batches that together hold each of the chosen trajectories once.
 
     Args:
-        rows: per trajectory of the batch.
+        rows: per trajectory of the batch; None where there is nothing to compute (never chosen).
         packing: budget and layout.
         indices: which trajectories (default all). Micro-batches speak of them by these indices.
         groups: group of each trajectory; with `share_prefixes`, members of a group are kept together if they
             fit.
     """
-    chosen = list(range(len(rows))) if indices is None else list(indices)
+    chosen = [i for i, one in enumerate(rows) if one is not None] if indices is None else list(indices)
+    known = {i: one for i in chosen if (one := rows[i]) is not None}
     if packing.share_prefixes:
-        plan = _plan_shared(rows, chosen, packing, groups)
+        plan = _plan_shared(known, chosen, packing, groups)
     elif packing.layout == "padded":
-        plan = _plan_padded(rows, chosen, packing.token_budget)
+        plan = _plan_padded(known, chosen, packing.token_budget)
     else:
-        plan = _plan_packed(rows, chosen, packing.token_budget)
-    return [_micro_batch(rows, part, packing) for part in plan]
+        plan = _plan_packed(known, chosen, packing.token_budget)
+    return [_micro_batch(known, part, packing) for part in plan]
 
 
 def for_ranks(micro: Sequence[MicroBatch], world: int) -> list[list[MicroBatch]]:
@@ -190,7 +191,7 @@ def padding_share(micro: Sequence[MicroBatch]) -> float:
 # ------------------------------------------------------------------------------------------------------ plans
 
 
-def _plan_packed(rows: Sequence[Rows], chosen: list[int], budget: int) -> list[list[int]]:
+def _plan_packed(rows: Mapping[int, Rows], chosen: list[int], budget: int) -> list[list[int]]:
     """First fit decreasing into bins of `budget` tokens; ties by index, bins in ascending order of
     members."""
     order = sorted(chosen, key=lambda i: (-rows[i].n_tokens, i))
@@ -208,7 +209,7 @@ def _plan_packed(rows: Sequence[Rows], chosen: list[int], budget: int) -> list[l
     return [sorted(part) for part in bins]
 
 
-def _plan_padded(rows: Sequence[Rows], chosen: list[int], budget: int) -> list[list[int]]:
+def _plan_padded(rows: Mapping[int, Rows], chosen: list[int], budget: int) -> list[list[int]]:
     """Runs of trajectories sorted by their longest row, cut where the padded rectangle would exceed the
     budget."""
     order = sorted(chosen, key=lambda i: (-max(len(row) for row in rows[i].rows), i))
@@ -226,7 +227,7 @@ def _plan_padded(rows: Sequence[Rows], chosen: list[int], budget: int) -> list[l
 
 
 def _plan_shared(
-    rows: Sequence[Rows], chosen: list[int], packing: Packing, groups: Sequence[int] | None
+    rows: Mapping[int, Rows], chosen: list[int], packing: Packing, groups: Sequence[int] | None
 ) -> list[list[int]]:
     """Neighbours that share tokens stay together: trajectories in order of group, then of their first row's
     ids."""
@@ -308,7 +309,7 @@ def _tree(rows: list[IntArray]) -> tuple[list[tuple[IntArray, int, int]], list[l
 # ------------------------------------------------------------------------------------------------ micro-batch
 
 
-def _micro_batch(rows: Sequence[Rows], part: list[int], packing: Packing) -> MicroBatch:
+def _micro_batch(rows: Mapping[int, Rows], part: list[int], packing: Packing) -> MicroBatch:
     members = [rows[i] for i in part]
     branches = [row for member in members for row in member.rows]
     first_row = np.cumsum([0, *(len(member.rows) for member in members)])

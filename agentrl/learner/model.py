@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from agentrl.algo.distributions import Divergence, divergence
 from agentrl.errors import ConfigError
 from agentrl.learner.batch import Block, MicroBatch
 
@@ -221,6 +223,42 @@ def selected_log_probs(
     return log_prob_N, entropy_N
 
 
+def full_divergence(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    other_hidden_ND: torch.Tensor,
+    other_weight_VD: torch.Tensor,
+    *,
+    kind: Divergence = "reverse",
+    temperature_N: torch.Tensor | None = None,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """Divergence of whole next-token distributions from another model's, `[N]` in nats, chunk by chunk.
+
+    Gradient flows into the first pair only; logits are recomputed in the backward pass, so that no `[N, V]`
+    tensor stays alive. `reverse` is `KL(ours || other)`; see `agentrl.algo.distributions`.
+    """
+    if chunk is None:
+        chunk = max(1, CHUNK_BYTES // (8 * weight_VD.shape[0]))
+    inverse_N = torch.ones(hidden_ND.shape[0], device=hidden_ND.device)
+    if temperature_N is not None:
+        inverse_N = temperature_N.to(hidden_ND.device).reciprocal()
+
+    def part(
+        mine: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
+        wide = torch.promote_types(mine.dtype, torch.float32)
+        ours = (mine @ weight.to(mine.dtype).t()).to(wide) * inverse[:, None]
+        theirs = (other @ other_weight_VD.to(other.dtype).t()).to(wide) * inverse[:, None]
+        return divergence(ours, theirs, kind=kind)
+
+    parts = [
+        checkpoint(part, hidden_ND[s], weight_VD, other_hidden_ND[s], inverse_N[s], use_reentrant=False)
+        for s in (slice(a, a + chunk) for a in range(0, hidden_ND.shape[0], chunk))
+    ]
+    return torch.cat(parts) if parts else hidden_ND.sum(dim=-1).float()
+
+
 # ----------------------------------------------------------------------------------------------------- policy
 
 
@@ -234,6 +272,8 @@ class Outputs:
     """State in which each action was chosen (input of a value head on a shared trunk)."""
     end_hidden_SD: torch.Tensor
     """End state of each trajectory."""
+    anchor: torch.Tensor
+    """A scalar on the graph of every hidden state: times 0, it makes the backward pass of a dummy run."""
 
 
 class Policy(nn.Module):
@@ -273,7 +313,9 @@ class Policy(nn.Module):
             temperature_N=micro.temperature_M if temperature else None,
             chunk=chunk,
         )
-        return Outputs(log_prob_M, entropy_M, hidden_MD, hidden_WD.index_select(0, micro.end_S))
+        return Outputs(
+            log_prob_M, entropy_M, hidden_MD, hidden_WD.index_select(0, micro.end_S), hidden_WD[0, 0]
+        )
 
 
 def trunk_states(body: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype | None) -> torch.Tensor:

@@ -60,6 +60,8 @@ class Rows:
     """Behaviour log-prob as recorded; NaN where it is unknown."""
     valid_N: BoolArray
     """The token may enter a policy loss: log-prob of the sampled distribution and version are known."""
+    phantom_N: BoolArray
+    """The token's call holds an id outside of the tokenizer: no evidence of anything, not even to imitate."""
     version_N: IntArray
     """Policy version; `UNKNOWN_VERSION` where the sampler had none."""
     turn_N: IntArray
@@ -171,11 +173,13 @@ def _columns(
     log_probs: list[FloatArray] = []
     valid: list[BoolArray] = []
     versions: list[IntArray] = []
+    phantom: list[bool] = []
     for call in calls:
         log_prob_T, valid_T, version_T, reasons = _evidence(call, vocab_size)
         log_probs.append(log_prob_T)
         valid.append(valid_T)
         versions.append(version_T)
+        phantom.append("phantom_token" in reasons)
         invalid.update(reasons)
     return Rows(
         trajectory_id=trajectory.id,
@@ -185,6 +189,7 @@ def _columns(
         token_N=np.array([i for call in calls for i in call.generation_token_ids], dtype=np.int64),
         log_prob_N=np.concatenate(log_probs),
         valid_N=np.concatenate(valid),
+        phantom_N=np.repeat(np.array(phantom, dtype=np.bool_), count_C),
         version_N=np.concatenate(versions),
         turn_N=np.repeat(_turn_of_calls(trajectory), count_C),
         call_N=np.repeat(np.arange(len(calls), dtype=np.int64), count_C),
