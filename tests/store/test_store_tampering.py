@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Table, create_engine, text
@@ -17,6 +18,7 @@ from store_records import LOST, call, trajectory, verdict
 
 from agentrl.errors import StoreError
 from agentrl.store import Store, VerifyReport
+from agentrl.store.codec import decompress
 from agentrl.store.schema import metadata
 from agentrl.types import BranchReason, PolicyVersion, Termination
 from envs.grading import sign
@@ -193,6 +195,17 @@ def test_every_byte_of_a_compressed_column_counts(run: Tampered) -> None:
         report = run.verify()
         assert report is not None
         assert report.broken_id == "t1"
+
+
+def test_a_column_packed_anew_with_the_same_content_is_found(run: Tampered) -> None:
+    where = "WHERE trajectory_id = 't1' AND position = 0"
+    (frame,) = run.raw.execute(f"SELECT generation FROM calls {where}").fetchone()
+    again = zstandard.ZstdCompressor(write_checksum=False).compress(decompress(frame))
+    assert decompress(again) == decompress(frame)
+    run.raw.execute(f"UPDATE calls SET generation = ? {where}", (again,))
+    report = run.verify()
+    assert report is not None
+    assert "a binary column" in str(report.why)
 
 
 CHILDREN = ("calls", "turns", "actions", "verdicts")

@@ -1,4 +1,4 @@
-"""Another process that writes: `writing_process.py <url> <run> <first> <count> <prefix>`; prints what it did."""
+"""Another process that writes: `writing_process.py <url> <run> <first> <count> <prefix>`; tells what is in."""
 
 from __future__ import annotations
 
