@@ -1,4 +1,4 @@
-"""Another process that writes: `writing_process.py <url> <run> <first> <count> <prefix>`; tells what is in."""
+"""A process that writes: `writing_process.py <url> <run> <first> <count> <prefix>`; tells what it did."""
 
 from __future__ import annotations
 
