@@ -5,6 +5,8 @@ separates the sandbox from the machine, those marked `memory` only where its mem
 the promises.
 """
 
+# ruff: noqa: ASYNC110, ASYNC240  (polling another process and looking at local files is what these tests do)
+
 from __future__ import annotations
 
 import asyncio
@@ -134,9 +136,7 @@ async def sh(
 
 async def py(box: Sandbox, program: str, timeout_s: float = 20.0, stdin: bytes | None = None) -> ExecResult:
     argv = ("python3", "-I", "-S", "-c", program)
-    return await box.exec(
-        ExecRequest(exec_id=f"x{next(_ids)}", argv=argv, timeout_s=timeout_s, stdin=stdin)
-    )
+    return await box.exec(ExecRequest(exec_id=f"x{next(_ids)}", argv=argv, timeout_s=timeout_s, stdin=stdin))
 
 
 async def quiet(box: Sandbox, within_s: float = SLACK_S) -> int:
@@ -147,7 +147,7 @@ async def quiet(box: Sandbox, within_s: float = SLACK_S) -> int:
     return left
 
 
-# -------------------------------------------------------------------------------------------------------- exec
+# ---------------------------------------------------------------------------- exec
 
 
 @kind()
@@ -167,7 +167,9 @@ async def a_command_runs_under_a_login_shell_in_the_workdir(case: Case) -> None:
 async def the_environment_is_fixed_and_holds_nothing_of_the_host(case: Case) -> None:
     os.environ["AGENTRL_TEST_SECRET"] = SECRET
     async with case.sandbox() as box:
-        request = ExecRequest(exec_id="env", command="env; cat /proc/*/environ 2>/dev/null", env={"MINE": "1"})
+        request = ExecRequest(
+            exec_id="env", command="env; cat /proc/*/environ 2>/dev/null", env={"MINE": "1"}
+        )
         result = await box.exec(request)
         names = {line.split("=")[0] for line in result.stdout.text().splitlines() if "\0" not in line}
         assert {"TERM", "NO_COLOR", "PAGER", "GIT_PAGER", "TQDM_DISABLE", "PIP_PROGRESS_BAR", "MINE"} <= names
@@ -357,7 +359,7 @@ async def zombies_are_reaped(case: Case) -> None:
             assert count.stdout.head.strip() == b"0"
 
 
-# ------------------------------------------------------------------------------------------------------ output
+# ---------------------------------------------------------------------------- output
 
 
 @kind()
@@ -423,12 +425,13 @@ async def undecodable_and_split_characters_survive(case: Case) -> None:
         assert raw.stdout.text() == "a\\xff\x00\\xfeb"
         split = await py(
             box,
-            "import os, time\nfor byte in 'é€😀'.encode():\n    os.write(1, bytes([byte]))\n    time.sleep(0.005)",
+            "import os, time\n"
+            "for byte in 'é€😀'.encode():\n    os.write(1, bytes([byte]))\n    time.sleep(0.005)",
         )
         assert split.stdout.text() == "é€😀"
 
 
-# ------------------------------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------- files
 
 
 @kind()
@@ -437,7 +440,9 @@ async def a_written_file_reads_back_and_belongs_to_the_policy(case: Case) -> Non
         data = os.urandom(16 * 1024 * 1024)
         await box.write_file("deep/er/file.bin", data, mode=0o640)
         assert await box.read_file("deep/er/file.bin") == data
-        facts = await sh(box, "stat -c %a deep/er/file.bin; id -u > me; stat -c %u deep > owner; cmp me owner")
+        facts = await sh(
+            box, "stat -c %a deep/er/file.bin; id -u > me; stat -c %u deep > owner; cmp me owner"
+        )
         assert (facts.stdout.head, facts.exit_code) == (b"640\n", 0)
         await box.write_file("deep/er/file.bin", b"new")
         assert (await sh(box, "cat deep/er/file.bin; ls -A deep/er")).stdout.head == b"newfile.bin\n"
@@ -477,7 +482,7 @@ async def files_of_the_sandboxs_root_are_closed_to_the_policy(case: Case) -> Non
         assert (await sh(box, "cat /tmp/key")).exit_code != 0
 
 
-# -------------------------------------------------------------------------------------------------------- diff
+# ---------------------------------------------------------------------------- diff
 
 CHANGES = """
 echo changed > app.py; chmod -x run.sh; rm pkg/inner/a.py; ln -s /etc/passwd secret; mkfifo fifo
@@ -485,113 +490,234 @@ rm -rf old; mkdir old; echo 3 > old/three.txt
 mkdir -p new/empty; echo x > "new/with space"; chmod 750 new
 rm -rf pkg/__init__.py; mkdir pkg/__init__.py; echo y > pkg/__init__.py/file
 touch pkg/inner/b.py; rm link; mkdir link; echo z > link/inside
-"""EXPECTED = { "app.py": ("file", b"changed\n"), "run.sh": ("file", b"#!/bin/sh\necho run\n"),
-"pkg/inner/a.py": ("deleted", None), "secret": ("symlink", b"/etc/passwd"), "old/one.txt": ("deleted", None),
-"old/two.txt": ("deleted", None), "old/three.txt": ("file", b"3\n"), "new": ("dir", None), "new/empty":
-("dir", None), "new/with space": ("file", b"x\n"), "pkg/__init__.py": ("dir", None), "pkg/__init__.py/file":
-("file", b"y\n"), "link": ("dir", None), "link/inside": ("file", b"z\n"), }
-
-@kind() async def a_diff_says_exactly_what_changed(case: Case) -> None: async with case.sandbox() as box:
-assert await box.diff() == () assert (await sh(box, CHANGES)).stderr.head == b"" await box.kill_all() changes
-= await box.diff() assert {c.path: (c.kind, c.content) for c in changes} == EXPECTED assert [c.path for c in
-changes] == sorted(c.path for c in changes) modes = {c.path: c.mode for c in changes} assert (modes["run.sh"],
-modes["new"]) == (0o644, 0o750)
-
-@kind() async def a_diff_laid_over_a_fresh_sandbox_gives_the_same_workdir(case: Case) -> None: listing = "find
-. -mindepth 1 ! -type p ! -name listing -printf '%p %y %m %l\\n' | sort; cat $(find . -type f | sort)" async
-with case.sandbox() as box: await sh(box, CHANGES.replace("with space", "without")) before = (await sh(box,
-listing)).stdout changes = await box.diff() async with case.sandbox(apply=changes) as fresh: assert (await
-sh(fresh, listing)).stdout == before assert await fresh.diff() == changes assert (await sh(fresh, "echo more
->> app.py && rm -rf new pkg")).exit_code == 0
-
-@kind() async def a_diff_of_512_files_is_complete(case: Case) -> None: async with case.sandbox() as box: await
-sh(box, "mkdir many; for i in $(seq 512); do echo $i > many/$i; done") changes = await box.diff() assert
-{c.path: c.content for c in changes if c.kind == "file"} == { f"many/{i}": f"{i}\n".encode() for i in range(1,
-513) }
-
-@kind() async def a_diff_survives_the_death_of_the_sandbox(case: Case) -> None: async with case.sandbox() as
-box: await sh(box, "echo changed > app.py") case.kill_agent(box) with pytest.raises(SandboxLost): await
-sh(box, "true") assert [(c.path, c.content) for c in await box.diff()] == [("app.py", b"changed\n")]
-
-@kind() async def a_diff_that_is_too_large_is_the_policys_fault(case: Case) -> None: async with case.sandbox()
-as box: await sh(box, "truncate -s 40M sparse") with pytest.raises(DiffTooLarge) as caught: await box.diff()
-assert caught.value.owner == "policy" await sh(box, "rm sparse; d=.; for i in $(seq 80); do d=$d/d; done;
-mkdir -p $d") with pytest.raises(DiffTooLarge): await box.diff()
-
-@kind() async def changes_never_leave_the_workdir(case: Case) -> None: for path in ("link/planted",
-"../planted", "/tmp/planted", "pkg/../../planted", "a//b"): with pytest.raises(SandboxError) as caught: async
-with case.sandbox(apply=(FileChange(path=path, kind="file", content=b"x"),)): pass assert caught.value.code ==
-"unsafe_path" assert not Path("/tmp/planted").exists()
-
-# ---------------------------------------------------------------------------------------------- loss and
-ending
-
-@kind() async def a_killed_agent_is_a_lost_sandbox_with_a_post_mortem(case: Case) -> None: async with
-case.sandbox() as box: running = asyncio.create_task(sh(box, "sleep 300")) await asyncio.sleep(0.3)
-case.kill_agent(box) with pytest.raises(SandboxLost) as caught: await running assert caught.value.owner ==
-"environment" assert caught.value.evidence with pytest.raises(SandboxLost): await box.probe() with
-pytest.raises(SandboxLost): await box.read_file("app.py")
-
-@kind() async def closing_is_fast_final_and_repeatable(case: Case) -> None: async with case.sandbox() as box:
-running = asyncio.create_task(sh(box, "trap '' TERM; setsid sleep 300 & while :; do sleep 1; done")) await
-asyncio.sleep(0.3) begun = time.monotonic() await asyncio.gather(box.close(), box.close()) assert
-time.monotonic() - begun < case.close_s with pytest.raises(SandboxLost): await running with
-pytest.raises(SandboxLost): await sh(box, "true") await box.close()
-
-@kind() async def an_unknown_image_or_a_folder_that_is_missing_is_refused(case: Case) -> None: spec =
-SandboxSpec(image="dir:none") with pytest.raises(SandboxError) as caught: await case.backend.create(spec,
-image="dir:none", session="test") assert (caught.value.code, caught.value.phase) == ("image_unknown",
-"prepare")
-
-@kind() async def preparing_the_same_folder_at_once_is_one_image(case: Case) -> None: await case.image()
-folder = str(case.folder / "environment") digests = await asyncio.gather(*(case.backend.prepare(folder) for _
-in range(8))) assert set(digests) == {await case.image()}
-
-@kind() async def starting_many_does_not_block_the_loop(case: Case) -> None: lags: list[float] = []
-
-async def tick() -> None: while True: before = time.monotonic() await asyncio.sleep(0.01)
-lags.append(time.monotonic() - before - 0.01)
-
-await case.image() ticker = asyncio.create_task(tick()) async with contextlib.AsyncExitStack() as stack: boxes
-= await asyncio.gather(*(stack.enter_async_context(case.sandbox()) for _ in range(8))) results = await
-asyncio.gather(*(sh(box, "echo $$") for box in boxes)) assert all(r.exit_code == 0 for r in results) assert
-len({box.info.instance for box in boxes}) == len({box.info.id for box in boxes}) == 8 ticker.cancel() assert
-sorted(lags)[len(lags) // 2] < 0.05 assert max(lags) < 0.5
-
-# ---------------------------------------------------------------------------------------------------
-isolation
-
-@kind(isolated=True) async def a_fork_bomb_hurts_only_its_own_sandbox(case: Case) -> None: async with
-contextlib.AsyncExitStack() as stack: boxes = await
-asyncio.gather(*(stack.enter_async_context(case.sandbox(pids=48)) for _ in range(4))) bomb =
-asyncio.create_task(sh(boxes[0], "bomb() { bomb | bomb & }; bomb; sleep 300", timeout_s=3)) await
-asyncio.sleep(0.5) waits = [] for _ in range(10): for box in boxes[1:]: begun = time.monotonic() assert (await
-sh(box, "true")).exit_code == 0 waits.append(time.monotonic() - begun) assert sorted(waits)[int(len(waits) *
-0.95)] < 1.0 + SLACK_S / 3 assert (await boxes[0].probe()).processes <= 48 + 2 result = await bomb assert
-(result.status, result.kill_verified) == (ExecStatus.TIMEOUT, True) assert await quiet(boxes[0]) == 0 again =
-asyncio.create_task(sh(boxes[0], "bomb() { bomb | bomb & }; bomb; sleep 300")) await asyncio.sleep(0.5) begun
-= time.monotonic() await boxes[0].close() assert time.monotonic() - begun < case.close_s with
-pytest.raises(SandboxLost): await again
-
-@kind(isolated=True, memory=True) async def only_the_kernel_says_that_memory_ran_out(case: Case) -> None: hog
-= "data = []\nwhile True: data.append(bytearray(8 << 20))" async with case.sandbox(memory_mib=48, disk_mib=16)
-as box: alone = await py(box, hog) assert (alone.status, alone.signal) == (ExecStatus.OOM, signal.SIGKILL)
-by_hand = await sh(box, "kill -9 $$") assert by_hand.status is ExecStatus.SIGNALED child = await sh(box,
-f"python3 -c '{hog}'; exit 0") assert (child.status, child.exit_code) == (ExecStatus.OOM, 0) health = await
-box.probe() assert health.alive assert health.oom_kills is not None assert health.oom_kills >= 2 assert (await
-sh(box, "echo on")).stdout.head == b"on\n"
-
-@kind(isolated=True) async def a_full_disk_is_the_policys_and_leaves_old_files_whole(case: Case) -> None:
-async with case.sandbox(disk_mib=16) as box: await box.write_file("keep.txt", b"kept") result = await sh(box,
-"head -c 64M /dev/zero > /tmp/fill; echo $?") assert b"No space left" in result.stderr.head or b"File size
-limit" in result.stderr.head await sh(box, "head -c 64M /dev/zero > /var/tmp/fill") health = await box.probe()
-assert health.disk_free_bytes is not None assert health.disk_free_bytes < 1024 * 1024 with
-pytest.raises(OSError, match="space"): await box.write_file("keep.txt", bytes(4 * 1024 * 1024)) assert await
-box.read_file("keep.txt") == b"kept" assert (await sh(box, "rm /tmp/fill /var/tmp/fill; ls -A")).exit_code ==
-0 await box.write_file("keep.txt", b"new")
-
-@kind(isolated=True) async def nothing_outside_can_be_reached(case: Case) -> None: program =
 """
+EXPECTED = {
+    "app.py": ("file", b"changed\n"),
+    "run.sh": ("file", b"#!/bin/sh\necho run\n"),
+    "pkg/inner/a.py": ("deleted", None),
+    "secret": ("symlink", b"/etc/passwd"),
+    "old/one.txt": ("deleted", None),
+    "old/two.txt": ("deleted", None),
+    "old/three.txt": ("file", b"3\n"),
+    "new": ("dir", None),
+    "new/empty": ("dir", None),
+    "new/with space": ("file", b"x\n"),
+    "pkg/__init__.py": ("dir", None),
+    "pkg/__init__.py/file": ("file", b"y\n"),
+    "link": ("dir", None),
+    "link/inside": ("file", b"z\n"),
+}
+
+
+@kind()
+async def a_diff_says_exactly_what_changed(case: Case) -> None:
+    async with case.sandbox() as box:
+        assert await box.diff() == ()
+        assert (await sh(box, CHANGES)).stderr.head == b""
+        await box.kill_all()
+        changes = await box.diff()
+        assert {c.path: (c.kind, c.content) for c in changes} == EXPECTED
+        assert [c.path for c in changes] == sorted(c.path for c in changes)
+        modes = {c.path: c.mode for c in changes}
+        assert (modes["run.sh"], modes["new"]) == (0o644, 0o750)
+
+
+@kind()
+async def a_diff_laid_over_a_fresh_sandbox_gives_the_same_workdir(case: Case) -> None:
+    listing = (
+        "find . -mindepth 1 ! -type p ! -name listing -printf '%p %y %m %l\\n' | sort;"
+        " cat $(find . -type f | sort)"
+    )
+    async with case.sandbox() as box:
+        await sh(box, CHANGES.replace("with space", "without"))
+        before = (await sh(box, listing)).stdout
+        changes = await box.diff()
+    async with case.sandbox(apply=changes) as fresh:
+        assert (await sh(fresh, listing)).stdout == before
+        assert await fresh.diff() == changes
+        assert (await sh(fresh, "echo more >> app.py && rm -rf new pkg")).exit_code == 0
+
+
+@kind()
+async def a_diff_of_512_files_is_complete(case: Case) -> None:
+    async with case.sandbox() as box:
+        await sh(box, "mkdir many; for i in $(seq 512); do echo $i > many/$i; done")
+        changes = await box.diff()
+        assert {c.path: c.content for c in changes if c.kind == "file"} == {
+            f"many/{i}": f"{i}\n".encode() for i in range(1, 513)
+        }
+
+
+@kind()
+async def a_diff_survives_the_death_of_the_sandbox(case: Case) -> None:
+    async with case.sandbox() as box:
+        await sh(box, "echo changed > app.py")
+        case.kill_agent(box)
+        with pytest.raises(SandboxLost):
+            await sh(box, "true")
+        assert [(c.path, c.content) for c in await box.diff()] == [("app.py", b"changed\n")]
+
+
+@kind()
+async def a_diff_that_is_too_large_is_the_policys_fault(case: Case) -> None:
+    async with case.sandbox() as box:
+        await sh(box, "truncate -s 40M sparse")
+        with pytest.raises(DiffTooLarge) as caught:
+            await box.diff()
+        assert caught.value.owner == "policy"
+        await sh(box, "rm sparse; d=.; for i in $(seq 80); do d=$d/d; done; mkdir -p $d")
+        with pytest.raises(DiffTooLarge):
+            await box.diff()
+
+
+@kind()
+async def changes_never_leave_the_workdir(case: Case) -> None:
+    for path in ("link/planted", "../planted", "/tmp/planted", "pkg/../../planted", "a//b"):
+        with pytest.raises(SandboxError) as caught:
+            async with case.sandbox(apply=(FileChange(path=path, kind="file", content=b"x"),)):
+                pass
+        assert caught.value.code == "unsafe_path"
+    assert not Path("/tmp/planted").exists()
+
+
+# ---------------------------------------------------------------------------- loss and ending
+
+
+@kind()
+async def a_killed_agent_is_a_lost_sandbox_with_a_post_mortem(case: Case) -> None:
+    async with case.sandbox() as box:
+        running = asyncio.create_task(sh(box, "sleep 300"))
+        await asyncio.sleep(0.3)
+        case.kill_agent(box)
+        with pytest.raises(SandboxLost) as caught:
+            await running
+        assert caught.value.owner == "environment"
+        assert caught.value.evidence
+        with pytest.raises(SandboxLost):
+            await box.probe()
+        with pytest.raises(SandboxLost):
+            await box.read_file("app.py")
+
+
+@kind()
+async def closing_is_fast_final_and_repeatable(case: Case) -> None:
+    async with case.sandbox() as box:
+        running = asyncio.create_task(sh(box, "trap '' TERM; setsid sleep 300 & while :; do sleep 1; done"))
+        await asyncio.sleep(0.3)
+        begun = time.monotonic()
+        await asyncio.gather(box.close(), box.close())
+        assert time.monotonic() - begun < case.close_s
+        with pytest.raises(SandboxLost):
+            await running
+        with pytest.raises(SandboxLost):
+            await sh(box, "true")
+        await box.close()
+
+
+@kind()
+async def an_unknown_image_or_a_folder_that_is_missing_is_refused(case: Case) -> None:
+    spec = SandboxSpec(image="dir:none")
+    with pytest.raises(SandboxError) as caught:
+        await case.backend.create(spec, image="dir:none", session="test")
+    assert (caught.value.code, caught.value.phase) == ("image_unknown", "prepare")
+
+
+@kind()
+async def preparing_the_same_folder_at_once_is_one_image(case: Case) -> None:
+    await case.image()
+    folder = str(case.folder / "environment")
+    digests = await asyncio.gather(*(case.backend.prepare(folder) for _ in range(8)))
+    assert set(digests) == {await case.image()}
+
+
+@kind()
+async def starting_many_does_not_block_the_loop(case: Case) -> None:
+    lags: list[float] = []
+
+    async def tick() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            lags.append(time.monotonic() - before - 0.01)
+
+    await case.image()
+    ticker = asyncio.create_task(tick())
+    async with contextlib.AsyncExitStack() as stack:
+        boxes = await asyncio.gather(*(stack.enter_async_context(case.sandbox()) for _ in range(8)))
+        results = await asyncio.gather(*(sh(box, "echo $$") for box in boxes))
+        assert all(r.exit_code == 0 for r in results)
+        assert len({box.info.instance for box in boxes}) == len({box.info.id for box in boxes}) == 8
+    ticker.cancel()
+    assert sorted(lags)[len(lags) // 2] < 0.05
+    assert max(lags) < 0.5
+
+
+# ---------------------------------------------------------------------------- isolation
+
+
+@kind(isolated=True)
+async def a_fork_bomb_hurts_only_its_own_sandbox(case: Case) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        boxes = await asyncio.gather(*(stack.enter_async_context(case.sandbox(pids=48)) for _ in range(4)))
+        bomb = asyncio.create_task(sh(boxes[0], "bomb() { bomb | bomb & }; bomb; sleep 300", timeout_s=2))
+        await asyncio.sleep(0.5)
+        waits = []
+        for _ in range(5):
+            for box in boxes[1:]:
+                begun = time.monotonic()
+                assert (await sh(box, "true")).exit_code == 0
+                waits.append(time.monotonic() - begun)
+        assert sorted(waits)[int(len(waits) * 0.95)] < 1.0 + SLACK_S / 3
+        assert (await boxes[0].probe()).processes <= 48 + 2
+        result = await bomb
+        assert (result.status, result.kill_verified) == (ExecStatus.TIMEOUT, True)
+        assert await quiet(boxes[0]) == 0
+        again = asyncio.create_task(sh(boxes[0], "bomb() { bomb | bomb & }; bomb; sleep 300"))
+        await asyncio.sleep(0.5)
+        begun = time.monotonic()
+        await boxes[0].close()
+        assert time.monotonic() - begun < case.close_s
+        with pytest.raises(SandboxLost):
+            await again
+
+
+@kind(isolated=True, memory=True)
+async def only_the_kernel_says_that_memory_ran_out(case: Case) -> None:
+    hog = "data = []\nwhile True: data.append(bytearray(8 << 20))"
+    async with case.sandbox(memory_mib=48, disk_mib=16) as box:
+        alone = await py(box, hog)
+        assert (alone.status, alone.signal) == (ExecStatus.OOM, signal.SIGKILL)
+        by_hand = await sh(box, "kill -9 $$")
+        assert by_hand.status is ExecStatus.SIGNALED
+        child = await sh(box, f"python3 -c '{hog}'; exit 0")
+        assert (child.status, child.exit_code) == (ExecStatus.OOM, 0)
+        health = await box.probe()
+        assert health.alive
+        assert health.oom_kills is not None
+        assert health.oom_kills >= 2
+        assert (await sh(box, "echo on")).stdout.head == b"on\n"
+
+
+@kind(isolated=True)
+async def a_full_disk_is_the_policys_and_leaves_old_files_whole(case: Case) -> None:
+    async with case.sandbox(disk_mib=16) as box:
+        await box.write_file("keep.txt", b"kept")
+        result = await sh(box, "head -c 64M /dev/zero > /tmp/fill; echo $?")
+        assert b"No space left" in result.stderr.head or b"File size limit" in result.stderr.head
+        await sh(box, "head -c 64M /dev/zero > /var/tmp/fill")
+        health = await box.probe()
+        assert health.disk_free_bytes is not None
+        assert health.disk_free_bytes < 1024 * 1024
+        with pytest.raises(OSError, match="space"):
+            await box.write_file("keep.txt", bytes(4 * 1024 * 1024))
+        assert await box.read_file("keep.txt") == b"kept"
+        assert (await sh(box, "rm /tmp/fill /var/tmp/fill; ls -A")).exit_code == 0
+        await box.write_file("keep.txt", b"new")
+
+
+@kind(isolated=True)
+async def nothing_outside_can_be_reached(case: Case) -> None:
+    program = """
 import socket
 for family, where in ((socket.AF_INET, ("1.1.1.1", 53)), (socket.AF_INET, ("169.254.169.254", 80))):
     with socket.socket(family) as s:
@@ -604,20 +730,32 @@ for family in (40, 38):
 server = socket.create_server(("127.0.0.1", 0))
 socket.create_connection(server.getsockname(), 5)
 print("loopback")
-"""async with case.sandbox() as box: result = await py(box, program) assert result.stdout.head ==
-b"101\n101\n97\n97\nloopback\n", result.stderr.text()
-
-@kind(isolated=True) async def nothing_of_the_host_can_be_read(case: Case) -> None: secret = case.folder /
-"secret.txt" secret.write_text(SECRET) home = os.path.expanduser("~") async with case.sandbox() as box: look =
-f"cat {secret} {home}/.bashrc /etc/shadow /etc/hostname /root/.ssh/* /proc/1/environ /proc/1/mem; true" result
-= await sh(box, look) assert SECRET not in result.stdout.text() assert result.stdout.head == b"sandbox\n" for
-program in ("import pydantic", "import pytest", "import agentrl"): argv = ("python3", "-c", program) assert
-(await box.exec(ExecRequest(exec_id=program, argv=argv))).exit_code == 1 search = await sh(box, f"grep -rl
-{SECRET} /tmp /home /root /run /opt /app /etc /var 2>/dev/null; true") assert search.stdout.head == b""
-
-@kind(isolated=True) async def the_agent_can_not_be_killed_traced_or_impersonated(case: Case) -> None:
-program =
 """
+    async with case.sandbox() as box:
+        result = await py(box, program)
+        assert result.stdout.head == b"101\n101\n97\n97\nloopback\n", result.stderr.text()
+
+
+@kind(isolated=True)
+async def nothing_of_the_host_can_be_read(case: Case) -> None:
+    secret = case.folder / "secret.txt"
+    secret.write_text(SECRET)
+    home = os.path.expanduser("~")
+    async with case.sandbox() as box:
+        look = f"cat {secret} {home}/.bashrc /etc/shadow /etc/hostname /root/.ssh/* /proc/1/environ; true"
+        result = await sh(box, look)
+        assert SECRET not in result.stdout.text()
+        assert result.stdout.head == b"sandbox\n"
+        for program in ("import pydantic", "import pytest", "import agentrl"):
+            argv = ("python3", "-c", program)
+            assert (await box.exec(ExecRequest(exec_id=program, argv=argv))).exit_code == 1
+        search = f"grep -rl {SECRET} /tmp /home /root /run /opt/agentrl /app /etc /var 2>/dev/null; true"
+        assert (await sh(box, search)).stdout.head == b""
+
+
+@kind(isolated=True)
+async def the_agent_can_not_be_killed_traced_or_read(case: Case) -> None:
+    program = """
 import ctypes, os, signal
 libc = ctypes.CDLL(None, use_errno=True)
 for pid in (1, os.getppid()):
@@ -633,6 +771,9 @@ for pid in (1, os.getppid()):
 """
     async with case.sandbox() as box:
         before = await box.probe()
+        if (await sh(box, "id -u", user="root")).stdout.head != b"0\n":
+            # With one user its supervisor can be signalled; that answers `unknown`, never a success.
+            program = program.replace("(1, os.getppid())", "(1, 1)")
         result = await py(box, program)
         assert result.stdout.text().split() == ["-1", "closed", "closed", "closed"] * 2
         assert (await sh(box, "ls -l /proc/$$/fd | grep -c socket")).stdout.head == b"0\n"
@@ -643,58 +784,60 @@ for pid in (1, os.getppid()):
 @kind(isolated=True)
 async def killing_everything_in_reach_reaches_only_the_policy(case: Case) -> None:
     async with case.sandbox() as box:
-        if (await sh(box, "id -u", user="root")).stdout.head != b"0\n":
-            return  # With one user its supervisor is in reach; that answers `unknown`, never a success.
+        one_user = (await sh(box, "id -u", user="root")).stdout.head != b"0\n"
         background = await sh(box, "setsid sleep 300 > /dev/null 2>&1 &")
         assert background.leftovers_alive >= 1
         result = await sh(box, "kill -9 -1; echo survived")  # the shell does not hit itself
+        if one_user:
+            assert result.status is ExecStatus.UNKNOWN
+            assert not (await box.probe()).alive
+            return
         assert (result.status, result.stdout.head) == (ExecStatus.EXITED, b"survived\n")
         assert await quiet(box) == 0
-        assert (await sh(box, "echo on")).stdout.head == b"on\n"
 
 
 @kind(isolated=True)
 async def the_policy_has_no_power_over_the_kernel(case: Case) -> None:
     program = """
-import ctypes, os
+import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 def call(name, *args):
     ctypes.set_errno(0)
-    result = getattr(libc, name)(*args)
-    print(name, result, ctypes.get_errno())
+    print(name, getattr(libc, name)(*args), ctypes.get_errno())
 call("mount", b"none", b"/mnt", b"tmpfs", 0, None)
 call("umount2", b"/proc", 2)
 call("unshare", 0x10000000)
 call("unshare", 0x00020000)
 call("setns", 0, 0)
 call("ptrace", 0, 0, 0, 0)
+call("sethostname", b"x", 1)
 call("syscall", 425, 1, 0)
 call("syscall", 435, 0, 0)
-call("sethostname", b"x", 1)
 for line in open("/proc/self/status"):
-    if line.startswith(("CapEff", "CapPrm", "CapBnd", "NoNewPrivs", "Seccomp:")): print(line.split()[1])
+    if line.startswith(("CapPrm", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp:")): print(line.split()[1])
 """
     async with case.sandbox() as box:
         result = await py(box, program)
         lines = result.stdout.text().splitlines()
-        for line in lines[:9]:
-            name, value, code = line.split()
-            assert (value, code) == ("-1", "38" if "435" in line or name == "syscall" and code == "38" else "1"), line
-        prm, eff, bnd, nnp, seccomp = lines[9:]
-        assert int(prm, 16) == int(eff, 16) == 0
-        assert int(bnd, 16) & ~0x1FB == 0
-        assert (nnp, seccomp) == ("1", "2")
-        fork = await sh(box, "( sleep 0 ) & wait; unshare -r true")
-        assert fork.exit_code != 0
+        refused, unknown = [line.split()[1:] for line in lines[:8]], lines[8].split()[1:]
+        assert refused == [["-1", "1"]] * 8, lines
+        assert unknown == ["-1", "38"]  # clone3: the C library falls back to clone
+        permitted, effective, bounding, no_new_privileges, seccomp = lines[9:]
+        assert int(permitted, 16) == int(effective, 16) == 0
+        assert int(bounding, 16) & ~0x1FB == 0
+        assert (no_new_privileges, seccomp) == ("1", "2")
+        assert (await sh(box, "unshare -r true")).exit_code != 0
 
 
 @kind(isolated=True)
 async def sandboxes_do_not_see_each_other(case: Case) -> None:
     async with case.sandbox() as one, case.sandbox() as other:
-        await sh(one, f"echo {SECRET} | tee /tmp/a /dev/shm/a /var/tmp/a ~/a a; sleep 300 & true")
-        result = await sh(other, "ls /tmp /dev/shm /var/tmp ~; ls a; ps ax 2>/dev/null | grep -c [s]leep")
-        assert result.stdout.text().split()[-1] == "0"
-        assert "a" not in result.stdout.text().split()
+        await sh(one, "echo x | tee /tmp/mine /dev/shm/mine /var/tmp/mine ~/mine mine; sleep 300 & true")
+        result = await sh(
+            other, "ls /tmp /dev/shm /var/tmp ~ .; grep -l sleep /proc/[0-9]*/comm 2>/dev/null; true"
+        )
+        assert "mine" not in result.stdout.text()
+        assert "comm" not in result.stdout.text()
         assert (await sh(other, "cat app.py")).stdout.head == IMAGE_FILES["app.py"].encode()
 
 
@@ -708,11 +851,8 @@ async def the_system_and_mounts_are_read_only(case: Case) -> None:
     async with case.sandbox(mounts=(Mount(source=str(tests), target="/tests"),)) as box:
         assert (await sh(box, "python3 /tests/check.py")).stdout.head == b"checked\n"
         for user in ("policy", "root"):
-            for path in ("/usr/x", "/etc/x", "/tests/x", "/opt/agentrl/bin/x"):
-                result = await sh(box, f"echo x > {path}", user=user)
-                if path != "/opt/agentrl/bin/x" or user == "policy":
-                    assert result.exit_code != 0, (user, path)
-        assert (await sh(box, "echo x > /tests/check.py")).exit_code != 0
+            for path in ("/usr/x", "/etc/x", "/tests/x", "/tests/check.py"):
+                assert (await sh(box, f"echo x > {path}", user=user)).exit_code != 0, (user, path)
 
 
 @kind(isolated=True)
@@ -721,9 +861,8 @@ async def on_the_host_a_sandbox_is_nobody(case: Case) -> None:
         pid = getattr(box, "agent_pid", None)
         if pid is None:
             return
-        status = dict(
-            line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
-        )
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         if os.geteuid() == 0:
             assert all(int(uid) >= 65536 for uid in status["Uid"].split())
         assert int(status["CapEff"], 16) & ~0x1FB == 0

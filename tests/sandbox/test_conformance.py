@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conformance import KINDS, Case, Kind
 
 from agentrl.errors import SandboxError
 from envs.sandbox.contract import Sandbox
 from envs.sandbox.local import LocalBackend
 from envs.sandbox.plain import PlainBackend
-from conformance import KINDS, Case, Kind
 
 pytestmark = pytest.mark.sandbox
 

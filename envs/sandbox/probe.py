@@ -1,0 +1,206 @@
+"""What this machine offers for sandboxes, as findings with a fix each: the facts that `agentrl doctor`
+prints.
+
+Cheap and read-only, apart from one trial sandbox that is ended at once. Engines and clusters are looked
+for by their socket or configuration file; their clients are not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from agentrl.errors import SandboxError
+from envs.sandbox import cgroups
+from envs.sandbox.interpreter import base_python
+from envs.sandbox.local import LocalBackend
+
+Status = Literal["ok", "degraded", "missing"]
+"""`degraded`: works, with less than it could; `missing`: what needs it will refuse."""
+
+LOW_DISK_BYTES = 2 * 1024**3
+LOW_INODES = 100_000
+LOW_PID_MAX = 65_536
+LOW_OPEN_FILES = 4096
+_PING_DEADLINE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fact about this machine. `fix` is empty when there is nothing to do."""
+
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+def probe_machine(state_dir: Path | None = None) -> list[Finding]:
+    """Everything that decides which backends work here and how well."""
+    return [
+        _kernel(),
+        _python(),
+        _local(state_dir),
+        _cgroups(),
+        _pid_max(),
+        _open_files(),
+        _disk(state_dir or Path.home()),
+        _docker(),
+        _kubernetes(),
+    ]
+
+
+def _kernel() -> Finding:
+    release = platform.release()
+    numbers = tuple(int(n) for n in re.findall(r"\d+", release)[:2])
+    if platform.system() != "Linux":
+        return Finding(
+            name="kernel",
+            status="missing",
+            detail=f"{platform.system()} has no namespaces",
+            fix="Use the docker or kubernetes backend.",
+        )
+    if numbers < (5, 14):
+        return Finding(
+            name="kernel",
+            status="missing",
+            detail=f"Linux {release} is older than 5.14",
+            fix="Use Linux 5.14 or newer (6.6 without root), or the docker backend.",
+        )
+    return Finding(name="kernel", status="ok", detail=f"Linux {release}, {platform.machine()}")
+
+
+def _python() -> Finding:
+    try:
+        return Finding(name="python in sandboxes", status="ok", detail=base_python())
+    except SandboxError as error:
+        return Finding(
+            name="python in sandboxes", status="missing", detail=error.message, fix=error.fix or ""
+        )
+
+
+def _local(state_dir: Path | None) -> Finding:
+    """Namespaces, id maps, overlay, pivot_root and seccomp, by making one sandbox."""
+    try:
+        LocalBackend(state_dir).check()
+    except (SandboxError, OSError) as error:
+        fix = (
+            error.fix
+            if isinstance(error, SandboxError)
+            else "Check the rights and space of the state folder."
+        )
+        message = error.message if isinstance(error, SandboxError) else str(error)
+        return Finding(name="local sandboxes", status="missing", detail=message, fix=fix or "")
+    how = "as root: a sandbox's ids are nobody's" if os.geteuid() == 0 else "as a user: one id per sandbox"
+    return Finding(name="local sandboxes", status="ok", detail=f"namespaces, overlay, seccomp; {how}")
+
+
+def _cgroups() -> Finding:
+    found = cgroups.detect()
+    held = [] if found is None else list(found.parents)
+    lacking = [c for c in cgroups.CONTROLLERS if c not in held]
+    if not lacking and found is not None:
+        return Finding(
+            name="control groups", status="ok", detail=f"version {found.version}: {', '.join(held)}"
+        )
+    return Finding(
+        name="control groups",
+        status="degraded",
+        detail=f"not writable for {', '.join(lacking)}: those limits do not hold for local sandboxes",
+        fix="Run as root, or in a delegated group: `systemd-run --user --scope -p Delegate=yes agentrl …`.",
+    )
+
+
+def _pid_max() -> Finding:
+    try:
+        value = int(Path("/proc/sys/kernel/pid_max").read_text())
+    except (OSError, ValueError):
+        return Finding(name="pid_max", status="degraded", detail="unknown", fix="Mount /proc.")
+    if value < LOW_PID_MAX:
+        return Finding(
+            name="pid_max",
+            status="degraded",
+            detail=f"{value}: enough for about {value // 64} sandboxes with background processes",
+            fix="Set `sysctl -w kernel.pid_max=4194304`.",
+        )
+    return Finding(name="pid_max", status="ok", detail=str(value))
+
+
+def _open_files() -> Finding:
+    limit = os.sysconf("SC_OPEN_MAX")
+    if limit < LOW_OPEN_FILES:
+        return Finding(
+            name="open files",
+            status="degraded",
+            detail=f"{limit}: enough for about {max(0, limit - 100) // 4} local sandboxes",
+            fix="Raise it: `ulimit -n 65536`.",
+        )
+    return Finding(name="open files", status="ok", detail=str(limit))
+
+
+def _disk(folder: Path) -> Finding:
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    facts = os.statvfs(folder)
+    inodes = facts.f_favail if facts.f_files else None
+    detail = (
+        f"{free / 1024**3:.1f} GiB and {'unlimited' if inodes is None else inodes} inodes free at {folder}"
+    )
+    if free < LOW_DISK_BYTES or (inodes is not None and inodes < LOW_INODES):
+        return Finding(
+            name="disk",
+            status="degraded",
+            detail=detail,
+            fix="Free some space, or give another state folder.",
+        )
+    return Finding(name="disk", status="ok", detail=detail)
+
+
+def _docker(host: str | None = None) -> Finding:
+    """Answers `/_ping`? Reads `DOCKER_HOST`, the engine's own convention."""
+    host = host or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    fix = "Start the engine, or set DOCKER_HOST; only the docker backend needs it."
+    try:
+        if host.startswith("unix://"):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            address: str | tuple[str, int] = host.removeprefix("unix://")
+        else:
+            connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            name, _, port = host.partition("://")[2].partition(":")
+            address = (name, int(port or 2375))
+        with connection:
+            connection.settimeout(_PING_DEADLINE_S)
+            connection.connect(address)
+            connection.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
+            answer = connection.recv(4096)
+    except (OSError, ValueError) as error:
+        return Finding(name="docker engine", status="missing", detail=f"{host}: {error}", fix=fix)
+    if b" 200 " not in answer.split(b"\r\n")[0] + b" ":
+        return Finding(
+            name="docker engine", status="missing", detail=f"{host} answers, but not as an engine", fix=fix
+        )
+    return Finding(name="docker engine", status="ok", detail=host)
+
+
+def _kubernetes() -> Finding:
+    inside = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+    if inside.exists():
+        return Finding(name="kubernetes", status="ok", detail="running inside a cluster")
+    named = os.environ.get("KUBECONFIG")
+    files = [Path(p) for p in named.split(os.pathsep)] if named else [Path.home() / ".kube" / "config"]
+    present = [str(path) for path in files if path.is_file()]
+    if present:
+        return Finding(name="kubernetes", status="ok", detail=f"configuration {present[0]}")
+    return Finding(
+        name="kubernetes",
+        status="missing",
+        detail=f"no configuration at {files[0]}",
+        fix="Set KUBECONFIG; only the kubernetes backend needs it.",
+    )
