@@ -262,7 +262,7 @@ async def _solution(task: Task, backend: Backend, image: str) -> tuple[FileChang
         result = await witness.exec(request)
         if result.exit_code != 0:
             raise TaskError(
-                f"solution/solve.sh ended as {result.status} {result.exit_code}: {result.stderr.text()[-500:]}",
+                f"solution/solve.sh {result.status} with {result.exit_code}: {result.stderr.text()[-500:]}",
                 fix="It must exit 0 in a fresh workspace.",
                 phase="admit",
                 code="solution_failed",

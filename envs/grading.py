@@ -44,8 +44,9 @@ LOGS_TARGET = "/logs/verifier"
 VERIFY_ATTEMPTS = 2
 CREATE_DEADLINE_S = 120.0
 STARVED_SHARE = 0.25
-"""Share of its deadline that a timed-out test may have waited for a CPU before the timeout is the
-machine's."""
+"""A timed-out test that waited for a CPU for more than this share of its deadline was starved …"""
+FED_SHARE = 0.5
+"""… unless it ran for this share of it all the same."""
 REWARD_FILE_BYTES = 64 * 1024
 
 
@@ -320,7 +321,8 @@ async def _by_tests(task: Task, witness: Witness, files: dict[str, str], session
         root=TESTS_TARGET + "/",
         exec_id=f"{session}-tests",
         timeout_s=task.grader.timeout_s,
-        canaries=True,
+        processes=task.sandbox.pids,
+        grading=True,
     )
     started = time.monotonic()
     result = await witness.exec(run.request)
@@ -387,8 +389,8 @@ def _believable(task: Task, report: TestReport, files: dict[str, str], *, oom_co
                 phase="verify",
             )
         if seen.ended == "timeout":
-            unknown = seen.queued_ms < 0 and seen.cpu_ms < budget_ms / 2
-            if unknown or seen.queued_ms > STARVED_SHARE * budget_ms:
+            waited = seen.queued_ms < 0 or seen.queued_ms > STARVED_SHARE * budget_ms
+            if waited and seen.cpu_ms < FED_SHARE * budget_ms:
                 raise _environment(
                     "verifier_contention",
                     f"{relative} timed out on a busy machine.",

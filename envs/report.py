@@ -59,17 +59,39 @@ class TestRun:
 
     @classmethod
     def of(
-        cls, files: tuple[str, ...], *, exec_id: str, timeout_s: float, canaries: bool, root: str = ""
+        cls,
+        files: tuple[str, ...],
+        *,
+        exec_id: str,
+        timeout_s: float,
+        processes: int,
+        grading: bool,
+        root: str = "",
     ) -> TestRun:
-        """`files` are paths inside the sandbox. Tests get `timeout_s`, the command `ANSWER_MARGIN_S` more."""
+        """`files` are paths inside the sandbox. Tests get `timeout_s`, the command `ANSWER_MARGIN_S` more.
+
+        For grading there are canaries, and the runner is the sandbox's root, out of reach of the tests that
+        it runs as the workdir's owner with at most `processes` processes.
+        """
         nonce = secrets.token_hex(16)
-        drawn = Canaries.draw() if canaries else None
+        drawn = Canaries.draw() if grading else None
         control = drawn.control if drawn else b""
         request = ExecRequest(
             exec_id=exec_id,
-            argv=("python3", "-I", "-S", "-c", PROGRAM, f"{timeout_s}", str(len(control)), *files),
+            argv=(
+                "python3",
+                "-I",
+                "-S",
+                "-c",
+                PROGRAM,
+                f"{timeout_s}",
+                f"{processes}",
+                f"{len(control)}",
+                *files,
+            ),
             stdin=control + nonce.encode() + b"\n",
             timeout_s=timeout_s + ANSWER_MARGIN_S,
+            user="root" if grading else "policy",
             report_fd=True,
         )
         return cls(nonce=nonce, canaries=drawn, root=root, request=request)

@@ -5,15 +5,15 @@ mounted and no `sitecustomize`, `usercustomize`, `.pth`, `conftest.py`, `pytest.
 ever read. Standard library only, Python 3.9 or newer, and nothing that costs milliseconds to import (no json,
 re, traceback).
 
-    argv   deadline_s, length of the control block, test files
+    argv   deadline_s, limit of processes, length of the control block, test files
     stdin  the control block (canary names, `-` must fail, `+` must pass), then the nonce
     fd 3   lines `nonce TAB kind TAB fields…`, written at the end in one piece, backslash-escaped
 
-Each file runs in its own forked process, which has no stdin, no fd 3, and a private result pipe. The parent
-reads the nonce only after the last of them is dead, so the nonce is never in the memory of tested code; the
-parent makes itself undumpable first, so a process of the same user cannot open `/proc/<parent>/fd` or `/mem`
-either. A child that ends early (`os._exit(0)`) leaves every unreported test an error. What was run is proven
-by the sha256 of the bytes.
+Each file runs in its own forked process, which has no stdin, no fd 3, and a private result pipe; started as
+root, it becomes the owner of the workdir first, so tested code can not signal the parent. The parent reads
+the nonce only after the last child is dead, so the nonce is never in the memory of tested code; the parent is
+also undumpable, so that a process of the same user can not open its `/proc` files. A child that ends early
+(`os._exit(0)`) leaves every unreported test an error. What was run is proven by the sha256 of the bytes.
 
 Tests are plain `test_*` functions without parameters, and methods of `unittest.TestCase`. `assert a == b`
 without a message is rewritten to report both values and to refuse an `__eq__` of the tested code that answers
@@ -22,13 +22,14 @@ for a plain value.
 What this cannot prevent: code under test shares a process with the tests and may rewrite the functions of
 this file there. Canaries that must fail and must pass run in the same process, in the same module, before and
 after the tests, and catch a forgery that answers alike for all. One that reads the canaries and computes
-their honest results would pass; only a process boundary between test and tested code stops that. Tested code
-may also kill the parent where both have one user id: then there is no report, hence no reward, never a false
+their honest results would pass; only a process boundary between test and tested code stops that. Where all
+have one user id, tested code may also kill the parent: then there is no report, hence no reward, never a
 pass.
 """
 
 import builtins
 import os
+import resource
 import select
 import sys
 import time
@@ -62,6 +63,8 @@ SIGKILL = 9
 ONLY_AST = 0x400
 PLAIN = (int, str, float, bool, bytes, list, tuple, dict, set, frozenset, complex, type(None))
 OUTCOMES = ("passed", "failed", "error", "skipped")
+DONE = b"done\t\t\n"
+"""Last line of a child that came to its own end: `os._exit(0)` in tested code looks the same from outside."""
 
 
 def set_dumpable(flag: int) -> bool:
@@ -71,6 +74,16 @@ def set_dumpable(flag: int) -> bool:
         call_function is not None
         and call_function(dlsym(dlopen(None, 0), "prctl"), (PR_SET_DUMPABLE, flag, 0, 0, 0)) == 0  # type: ignore[arg-type]
     )
+
+
+def become_owner(workdir: str, processes: int) -> None:
+    """From root to the user that owns the workdir: the policy's. Others stay who they are."""
+    facts = os.stat(workdir)
+    if os.geteuid() == 0 and facts.st_uid != 0:
+        os.setgroups([])
+        os.setresgid(facts.st_gid, facts.st_gid, facts.st_gid)
+        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+        os.setresuid(facts.st_uid, facts.st_uid, facts.st_uid)
 
 
 def escape(text: str) -> str:
@@ -269,6 +282,7 @@ def child(path: str, code: types.CodeType, canaries: list[str], out: int, workdi
             report(outcome, name, message)
     else:
         report("error", "", message)
+    os.write(out, DONE)
     for stream in (sys.stdout, sys.stderr):
         try:  # noqa: SIM105 (contextlib costs a millisecond)
             stream.flush()
@@ -304,6 +318,7 @@ def run_file(
             os.dup2(null, 0)
             if null != REPORT_FD:
                 os.close(REPORT_FD)
+            become_owner(workdir, int(sys.argv[2]))
             set_dumpable(1)
             child(path, code, canaries, write_end, workdir)
         except BaseException:
@@ -339,8 +354,6 @@ def run_file(
             pass
     if status is None:
         _, status, usage = os.wait4(pid, 0)
-    elif status != 0:
-        ended = f"signal {status & 127}" if status & 127 else f"exit {status >> 8}"
     while open_:  # what was written before the end but not read yet
         try:
             chunk = os.read(read_end, 65536)
@@ -349,6 +362,8 @@ def run_file(
         data += chunk
         open_ = bool(chunk) and len(data) < RESULT_LIMIT
     os.close(read_end)
+    if ended == "ok" and (status != 0 or not data.endswith(DONE)):
+        ended = f"signal {status & 127}" if status & 127 else f"exit {status >> 8}"
     cpu_ms = (usage.ru_utime + usage.ru_stime) * 1000 if usage is not None else -1.0
     return data, ended, cpu_ms, waited
 
@@ -359,6 +374,8 @@ def outcomes(data: bytes, promised: list[str], ended: str) -> dict[str, tuple[st
     broken = ""
     for line in data.decode("ascii", "replace").split("\n")[:-1]:
         fields = line.split("\t")
+        if fields == ["done", "", ""]:
+            continue
         if len(fields) != 3 or fields[0] not in OUTCOMES:
             broken = "the result pipe carried something that is not a result"
             continue
@@ -385,8 +402,8 @@ def canary_source(names: list[str]) -> str:
 def main() -> None:
     deadline = time.monotonic() + float(sys.argv[1])
     control = b""
-    while len(control) < int(sys.argv[2]):  # exactly this many: the nonce behind it stays in the pipe
-        piece = os.read(0, int(sys.argv[2]) - len(control))
+    while len(control) < int(sys.argv[3]):  # exactly this many: the nonce behind it stays in the pipe
+        piece = os.read(0, int(sys.argv[3]) - len(control))
         if not piece:
             os._exit(71)
         control += piece
@@ -396,8 +413,8 @@ def main() -> None:
     names = [n[1:] for n in canaries]
     sys.dont_write_bytecode = True
     sys.path += [workdir]
-    lines = [f"start\t{len(sys.argv) - 3}\t{int(hidden)}"]
-    for path in sys.argv[3:]:
+    lines = [f"start\t{len(sys.argv) - 4}\t{int(hidden)}"]
+    for path in sys.argv[4:]:
         digest, promised, code, problem = "", [], None, ""
         try:
             with open(path, "rb") as file:

@@ -187,7 +187,13 @@ async def run_tests(workspace: Workspace) -> ToolResult:
     if not files:
         return failed("This task has no visible tests.")
     limits = workspace.task.limits
-    run = TestRun.of(files, exec_id=workspace.next_exec_id(), timeout_s=limits.exec_timeout_s, canaries=False)
+    run = TestRun.of(
+        files,
+        exec_id=workspace.next_exec_id(),
+        timeout_s=limits.exec_timeout_s,
+        processes=workspace.task.sandbox.pids,
+        grading=False,
+    )
     result = await workspace.exec(run.request)
     report = run.parse(result.report)
     if not report.complete:

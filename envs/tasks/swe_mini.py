@@ -347,7 +347,7 @@ def _write(folder: Path, name: str, repository: _Repository) -> Path:
             "workdir": "/app",
         },
         "agent": {"timeout_sec": 300},
-        "verifier": {"timeout_sec": 20, "environment_mode": "separate"},
+        "verifier": {"timeout_sec": 10, "environment_mode": "separate"},
         "metadata": {
             "agentrl": {
                 "split": str(repository.split()),

@@ -1,0 +1,245 @@
+"""Grading: what the policy breaks is scored, what others break is not, and no exploit earns a reward."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_backend import FIX, Faults, attempt, small_task
+
+from agentrl.errors import SandboxError
+from agentrl.types import Task, Verdict
+from envs.admission import attacks
+from envs.grading import diff_hash, gradable
+from envs.sandbox.contract import FileChange
+
+SUBMIT = ("submit", {})
+
+
+def shell(command: str) -> tuple[str, dict[str, Any]]:
+    return "bash", {"command": command}
+
+
+def outcomes(verdict: Verdict) -> dict[str, str]:
+    return {t.name.partition("::")[2]: t.outcome for t in verdict.tests}
+
+
+# ------------------------------------------------------------------ the policy's own damage is scored
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm cart.py",
+        "rm -rf ./* ./.??*",
+        "echo 'syntax error(' > cart.py",
+        "ln -sf /dev/null cart.py",
+        "rm cart.py; mkdir cart.py",
+        "printf 'import os\\nos._exit(0)\\n' > cart.py",
+        "printf 'import sys\\nsys.exit(0)\\n' > cart.py",
+        "printf 'import os, signal\\nos.kill(os.getpid(), signal.SIGSEGV)\\n' > cart.py",
+        "chmod 000 cart.py; true",
+    ],
+)
+def test_broken_work_is_scored_zero(task: Task, command: str) -> None:
+    verdict = attempt(task, shell(command), SUBMIT)
+    assert verdict.reward == 0.0
+    assert verdict.fault is None
+
+
+LOOP = ("replace_in_file", {"path": "cart.py", "old": "return a - b", "new": "while True: pass"})
+
+
+def _clocked(cpu_ms: int, queued_ms: int) -> Faults:
+    """A timed-out test file, with what the kernel is said to have counted for it."""
+    seen = b"timeout\t%d\t%d" % (cpu_ms, queued_ms)
+    return Faults(
+        where="verify",
+        result=lambda r: replace(r, report=re.sub(rb"timeout\t[-0-9.]+\t[-0-9.]+", seen, r.report)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("cpu_ms", "queued_ms"),
+    [(990, 5), (5, 5), (600, 400), (990, -1)],
+    ids=["busy", "asleep", "busy on a busy machine", "busy, nobody counted the queue"],
+)
+def test_an_endless_test_is_the_policys_and_zero(tmp_path: Path, cpu_ms: int, queued_ms: int) -> None:
+    task = small_task(tmp_path / "t", timeout_sec=1)
+    verdict = attempt(task, LOOP, SUBMIT, faults=(_clocked(cpu_ms, queued_ms),))
+    assert verdict.reward == 0.0
+    assert outcomes(verdict)["test_total"] == "error"
+
+
+@pytest.mark.parametrize(("cpu_ms", "queued_ms"), [(90, 900), (90, -1)], ids=["starved", "unknown"])
+def test_a_starved_verifier_is_not_the_policys(tmp_path: Path, cpu_ms: int, queued_ms: int) -> None:
+    task = small_task(tmp_path / "t", timeout_sec=0.5)
+    verdict = attempt(task, LOOP, SUBMIT, faults=(_clocked(cpu_ms, queued_ms),))
+    assert verdict.reward is None
+    assert verdict.fault is not None
+    assert (verdict.fault.owner, verdict.fault.code) == ("environment", "verifier_contention")
+
+
+def test_a_background_process_of_the_policy_does_not_reach_the_verifier(task: Task) -> None:
+    loop = "(while true; do echo 'def total(a, b): return 5' > cart.py; sleep 0.01; done) >/dev/null &"
+    verdict = attempt(task, shell(loop), shell("sleep 0.1"), SUBMIT)
+    assert verdict.reward == 0.0
+
+
+# ----------------------------------------------------------------------- exploits never earn a reward
+
+
+def _battery() -> list[str]:
+    return [
+        *("conftest", "sitecustomize", "pth", "pytest_ini", "reward_file", "stdlib_shadow", "replaced_tests"),
+        *("symlinked_tests", "exit_zero", "always_equal", "forged_results"),
+    ]
+
+
+@pytest.mark.parametrize("name", _battery())
+def test_an_exploit_earns_nothing(task: Task, name: str) -> None:
+    planted = {a.name: a.changes for a in attacks(task)}
+    assert sorted(planted) == sorted(_battery())
+
+    def plant(changes: tuple[FileChange, ...]) -> tuple[FileChange, ...]:
+        return planted[name]
+
+    verdict = attempt(task, SUBMIT, faults=(Faults(where="agent", diff=plant),))
+    assert verdict.reward in (0.0, None)
+    if verdict.reward is None:
+        assert verdict.fault is not None
+        assert verdict.fault.owner == "policy"
+        assert verdict.flags[0] == "verifier_untrusted"
+
+
+def test_a_test_file_that_was_rewritten_or_removed_is_restored(task: Task) -> None:
+    cheat = "printf 'def test_total(): pass\\n' > tests/test_cart.py; rm -f tests/test_zero.py; rm -rf tests"
+    verdict = attempt(task, shell(cheat), SUBMIT)
+    assert verdict.reward == 0.0
+    assert "protected_paths_restored" in verdict.flags
+    assert attempt(task, shell(cheat), FIX, SUBMIT).reward == 1.0
+
+
+def test_a_planted_bytecode_cache_is_not_graded(task: Task) -> None:
+    plant = (
+        "cp cart.py keep; sed -i 's/a - b/a + b/' cart.py;"
+        " python3 -m compileall -q --invalidation-mode unchecked-hash cart.py; mv keep cart.py"
+    )
+    verdict = attempt(task, shell(plant), SUBMIT)
+    assert verdict.reward == 0.0
+
+
+def test_the_hidden_tests_are_nowhere_in_the_policys_sandbox(task: Task) -> None:
+    look = shell("grep -rl test_negative . /tests 2>/dev/null; echo end")
+    verdict = attempt(task, look, FIX, SUBMIT)
+    assert verdict.reward == 1.0
+
+
+# --------------------------------------------------------------------------- reports (ENV-09, ENV-10)
+
+
+def _without(name: bytes) -> Faults:
+    """A report in which one test is missing, with the count made right."""
+
+    def drop(result: Any) -> Any:
+        lines = [line for line in result.report.split(b"\n") if name not in line or b"\ttest\t" not in line]
+        nonce = lines[0].split(b"\t")[0]
+        lines[-2] = nonce + b"\tend\t%d" % (len(lines) - 2)
+        return replace(result, report=b"\n".join(lines))
+
+    return Faults(where="verify", result=drop)
+
+
+def test_a_missing_test_is_not_passed(task: Task) -> None:
+    verdict = attempt(task, FIX, SUBMIT, faults=(_without(b"test_negative"),))
+    assert verdict.reward == 0.0
+    assert outcomes(verdict)["test_negative"] == "missing"
+
+
+def test_a_skipped_test_is_not_passed(tmp_path: Path) -> None:
+    hidden = (
+        "import unittest\nfrom cart import total\n\n\n"
+        "def test_negative():\n    raise unittest.SkipTest('later')\n"
+    )
+    task = small_task(tmp_path / "t", tests={"test_hidden.py": hidden})
+    verdict = attempt(task, FIX, SUBMIT)
+    assert verdict.reward == 0.0
+    assert outcomes(verdict)["test_negative"] == "skipped"
+
+
+def test_no_collected_test_is_the_tasks_fault_not_a_zero(tmp_path: Path) -> None:
+    task = small_task(
+        tmp_path / "t",
+        fail_to_pass=["test_hidden.py::test_renamed"],
+        pass_to_pass=["test_hidden.py::test_gone"],
+    )
+    verdict = attempt(task, FIX, SUBMIT)
+    assert (verdict.reward, verdict.fault and verdict.fault.code) == (None, "nothing_collected")
+
+
+def test_a_broken_test_file_is_the_tasks_fault(tmp_path: Path) -> None:
+    task = small_task(tmp_path / "t", tests={"test_hidden.py": "def test_negative(:\n"})
+    verdict = attempt(task, FIX, SUBMIT)
+    assert verdict.reward is None
+    assert verdict.fault is not None
+    assert (verdict.fault.owner, verdict.fault.code) == ("task", "test_file")
+    assert not verdict.fault.retryable
+
+
+def test_other_bytes_than_the_packages_tests_are_refused(task: Task) -> None:
+    other = Faults(
+        where="verify",
+        result=lambda r: replace(
+            r, report=re.sub(rb"(\tfile\t[^\t]+\t)[0-9a-f]{8}", rb"\g<1>00000000", r.report)
+        ),
+    )
+    verdict = attempt(task, FIX, SUBMIT, faults=(other,))
+    assert (verdict.reward, verdict.fault and verdict.fault.code) == (None, "tests_differ")
+
+
+def test_a_verifier_whose_command_failed_is_not_a_zero(task: Task) -> None:
+    failed = Faults(where="verify", result=lambda r: replace(r, exit_code=1, report=None))
+    verdict = attempt(task, FIX, SUBMIT, faults=(failed,))
+    assert (verdict.reward, verdict.fault and verdict.fault.owner) == (None, "environment")
+
+
+# ---------------------------------------------------------------------------------------------- diffs
+
+
+def change(path: str, kind: str = "file") -> FileChange:
+    return FileChange(path=path, kind=kind, content=None if kind in ("deleted", "dir") else b"x")  # type: ignore[arg-type]
+
+
+def test_protected_paths_their_contents_and_their_parents_are_undone() -> None:
+    changes = (
+        change("a.py"),
+        change("deep", "symlink"),
+        change("deep2", "dir"),
+        change("lib", "deleted"),
+        change("tests", "dir"),
+        change("tests/test_a.py"),
+        change("tests_other.py"),
+        change("x/__pycache__/a.cpython-311.pyc"),
+    )
+    kept, undone = gradable(changes, ("tests", "deep/inside.py", "lib/a/b.py"))
+    assert [c.path for c in kept] == ["a.py", "deep2", "tests_other.py"]
+    assert undone == 4
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../b", ".."])
+def test_a_diff_that_leaves_the_workdir_is_refused(path: str) -> None:
+    with pytest.raises(SandboxError, match="outside the workdir"):
+        gradable((change(path),), ())
+
+
+def test_a_diff_hash_tells_every_part_apart() -> None:
+    base = FileChange(path="a", kind="file", mode=0o644, content=b"x")
+    variants = [
+        base,
+        replace(base, path="b"),
+        replace(base, mode=0o755),
+        replace(base, content=b"y"),
+        replace(base, kind="symlink"),
+    ]
+    assert len({diff_hash((v,)) for v in variants} | {diff_hash(())}) == 6
