@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from agentrl.errors import ConfigError, EvidenceError
 
@@ -126,3 +133,48 @@ def reduce_only(module: torch.nn.Module, *, last: bool, sharded: bool) -> Iterat
         assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(last)
     yield
+
+
+# ---------------------------------------------------------------------------------------- whole states
+
+
+def full_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole state of a module; shards are gathered (every rank calls, every rank gets it)."""
+    if not any(isinstance(p, DTensor) for p in module.parameters()):
+        return module.state_dict()
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in module.state_dict().items()
+    }
+
+
+def load_full_state(module: torch.nn.Module, state: dict[str, Any], sharded: bool) -> None:
+    """Inverse of `full_state`."""
+    if sharded:
+        set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
+    else:
+        module.load_state_dict(state)
+
+
+def full_optimizer_state(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, sharded: bool
+) -> dict[str, Any]:
+    """The whole state of an optimizer."""
+    if sharded:
+        return get_optimizer_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))
+    return optimizer.state_dict()
+
+
+def load_full_optimizer_state(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], sharded: bool
+) -> None:
+    """Inverse of `full_optimizer_state`."""
+    if sharded:
+        set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))
+    else:
+        optimizer.load_state_dict(state)
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    return gather_objects(value)[0]
