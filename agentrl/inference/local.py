@@ -1,20 +1,21 @@
-"""The in-process policy server: a transformers causal LM, one worker thread, continuous batching, exact log-probs.
+"""The in-process policy server: a transformers causal LM, one worker thread, continuous batching, exact
+log-probs.
 
-`LocalSampler.sample` turns the ids of a prompt into sampled ids, the float32 log-prob of each under the distribution
-that was sampled, and the policy version of each. Requests join and leave at step boundaries; a step costs about one
-bare forward of the active rows. The ids that are fed come from the engine's own token buffer, and the echo in the
-result is read back from that buffer.
+`LocalSampler.sample` turns the ids of a prompt into sampled ids, the float32 log-prob of each under the
+distribution that was sampled, and the policy version of each. Requests join and leave at step boundaries; a
+step costs about one bare forward of the active rows. The ids that are fed come from the engine's own token
+buffer, and the echo in the result is read back from that buffer.
 
 Invariants
-- A log-prob equals that of one plain forward over the same ids, up to float32 rounding (tested below 2e-5), whatever
-  else was in the batch and whatever was reused: keys and values are reused only for tokens that are an exact prefix
-  and were computed by the current weights.
-- Weights change only between steps. A change drops every cached prefix and recomputes the rows in flight, so a later
-  token is a sample of the new policy given the whole prefix. It aborts nothing.
+- A log-prob equals that of one plain forward over the same ids, up to float32 rounding (tested below 2e-5),
+  whatever else was in the batch and whatever was reused: keys and values are reused only for tokens that are
+  an exact prefix and were computed by the current weights.
+- Weights change only between steps. A change drops every cached prefix and recomputes the rows in flight, so
+  a later token is a sample of the new policy given the whole prefix. It aborts nothing.
 - One request can fail (its ids, its length, its deadline, non-finite logits) without touching another.
 
-It does not tokenize, does not stream, and does not load or move weights by itself. The sampler owns its model object:
-nobody else may run or change it except through `update_weights`.
+It does not tokenize, does not stream, and does not load or move weights by itself. The sampler owns its
+model object: nobody else may run or change it except through `update_weights`.
 
 Legend: `S` slots, `A` active rows, `P` rows of a prefill, `V` vocabulary, `L` longest row.
 """
@@ -60,8 +61,9 @@ PREFILL_TOKENS = 8192
 CLOSE_S = 30.0
 """How long `close` waits for the worker: one step, or one weight update."""
 PROBE_TOLERANCE = 1e-2
-"""Largest log-prob difference between a cached and a plain forward at start. Real incompatibilities (a sliding
-window, attention the slots do not know) are off by much more; rounding in bfloat16 stays below on a short probe."""
+"""Largest log-prob difference between a cached and a plain forward at start. Real incompatibilities (a
+sliding window, attention the slots do not know) are off by much more; rounding in bfloat16 stays below on a
+short probe."""
 
 
 class EngineState(StrEnum):
@@ -103,7 +105,8 @@ class EngineCounts:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """One request in the engine. `length` counts prompt and generated tokens; `limit` is where it must end."""
+    """One request in the engine. `length` counts prompt and generated tokens; `limit` is where it must
+    end."""
 
     request: SampleRequest
     future: asyncio.Future[SampleResult]
@@ -125,7 +128,8 @@ class _Row:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Where a sequence lives. `ids` are the tokens whose keys and values are valid (for a row in flight: at least)."""
+    """Where a sequence lives. `ids` are the tokens whose keys and values are valid (for a row in flight: at
+    least)."""
 
     index: int
     session: str | None = None
@@ -180,7 +184,8 @@ class LocalSampler:
     """Samples from `model` in this process. See the module for what holds.
 
     Args:
-        model: any transformers causal LM with full attention; switched to evaluation mode and to slot attention.
+        model: any transformers causal LM with full attention; switched to evaluation mode and to slot
+        attention.
         stop_token_ids: ids that end a generation, beside those of a request.
         name: what `SampleResult.model` says.
         version: policy version of the present weights; None for a policy without versions.
@@ -289,8 +294,8 @@ class LocalSampler:
                 return await row.future
         except TimeoutError as error:
             raise ModelError(
-                f"waiting for {self._name} since {request.deadline_s:.1f} s: {row.generated if row.slot else 0} tokens"
-                f" so far, {self.active} requests, engine {self._state}.",
+                f"waiting for {self._name} since {request.deadline_s:.1f} s: {row.generated} tokens so far,"
+                f" {self.active} requests, engine {self._state}.",
                 fix="Raise the deadline, lower max_tokens, or look for a weight update that does not end.",
                 code="deadline",
                 phase="sample",
@@ -303,11 +308,12 @@ class LocalSampler:
     async def update_weights(
         self, change: Callable[[], None], version: int, *, drain: bool = False, deadline_s: float = 600.0
     ) -> None:
-        """Run `change` (an in-place copy into the model's parameters) between two steps and stamp what follows.
+        """Run `change` (an in-place copy into the model's parameters) between two steps and stamp what
+        follows.
 
-        Rows in flight go on under the new weights with their keys and values recomputed; with `drain` they finish
-        first and nobody new starts. If `change` raises, or leaves a parameter non-finite, the parameters are put
-        back, the version stays, generation goes on, and the error is the caller's.
+        Rows in flight go on under the new weights with their keys and values recomputed; with `drain` they
+        finish first and nobody new starts. If `change` raises, or leaves a parameter non-finite, the
+        parameters are put back, the version stays, generation goes on, and the error is the caller's.
 
         Raises:
             ModelError: `version` (not above the present one), `update` (not finite), `deadline`, `closed`.
@@ -394,8 +400,8 @@ class LocalSampler:
                 await job.future
         except TimeoutError as error:
             raise ModelError(
-                f"waiting for {what} of {self._name} since {deadline_s:.1f} s: engine {self._state}, {self.active}"
-                " requests.",
+                f"waiting for {what} of {self._name} since {deadline_s:.1f} s: engine {self._state},"
+                f" {self.active} requests.",
                 fix="Raise the deadline, or find the step that does not end.",
                 code="deadline",
                 phase="update",
@@ -411,7 +417,10 @@ class LocalSampler:
                     if any(row.cancelled for row in self._rows):
                         break
                 for item in self._inbox:
-                    (self._jobs if isinstance(item, _Job) else self._waiting).append(item)  # type: ignore[arg-type]
+                    if isinstance(item, _Job):
+                        self._jobs.append(item)
+                    else:
+                        self._waiting.append(item)
                 self._inbox.clear()
                 if self._closing:
                     break
@@ -473,8 +482,9 @@ class LocalSampler:
     # ------------------------------------------------------------------------------------------- admission
 
     def _admit(self) -> None:
-        """Give waiting requests a slot and their first token. Prefixes known in another slot are copied; a prompt
-        that shares its beginning with one admitted now waits for that one's prefill and copies it (a group)."""
+        """Give waiting requests a slot and their first token. Prefixes known in another slot are copied; a
+        prompt that shares its beginning with one admitted now waits for that one's prefill and copies it (a
+        group)."""
         first: list[tuple[_Row, int]] = []
         second: list[tuple[_Row, int, _Slot]] = []
         while self._waiting and len(first) + len(second) + len(self._rows) < self._max_rows:
@@ -501,7 +511,8 @@ class LocalSampler:
         self._start(followers)
 
     def _place(self, row: _Row) -> tuple[_Slot, int, _Slot | None]:
-        """A slot for a row, how many of its tokens are known, and the slot to copy them from (None: they are here)."""
+        """A slot for a row, how many of its tokens are known, and the slot to copy them from (None: they are
+        here)."""
         usable = row.prompt[:-1]
         self._clock += 1
         own = [s for s in self._slots if s.row is None and s.session == row.request.session and len(s.ids)]
@@ -527,8 +538,8 @@ class LocalSampler:
         return slot, known, source
 
     def _free_slot(self, *, keep: _Slot | None) -> _Slot:
-        """An empty slot, else a new one, else the idle one that was used longest ago (even `keep`, if it is the last:
-        then its own tokens are simply taken over)."""
+        """An empty slot, else a new one, else the idle one that was used longest ago (even `keep`, if it is
+        the last: then its own tokens are simply taken over)."""
         idle = [s for s in self._slots if s.row is None]
         for slot in idle:
             if not len(slot.ids):
@@ -550,7 +561,8 @@ class LocalSampler:
 
     @torch.inference_mode()
     def _make_room(self, row: _Row) -> None:
-        """Grow the buffers, by doubling, until the row's slot exists and holds its limit; then write its prompt."""
+        """Grow the buffers, by doubling, until the row's slot exists and holds its limit; then write its
+        prompt."""
         slots, capacity = self._tokens.shape
         if len(self._slots) > slots or row.limit > capacity:
             if len(self._slots) > slots:
@@ -602,10 +614,11 @@ class LocalSampler:
     def _prefill(
         self, spans: list[tuple[_Row, int, int]], *, logits: bool
     ) -> list[tuple[list[tuple[_Row, int, int]], Tensor | None]]:
-        """Compute keys and values of tokens `start` to `end` of each row; with `logits`, those after the last one.
+        """Compute keys and values of tokens `start` to `end` of each row; with `logits`, those after the
+        last one.
 
-        Rows are sorted by new tokens and packed under the bounds above, right-aligned, so that every row's last
-        token is in the last column. Padding is written nowhere.
+        Rows are sorted by new tokens and packed under the bounds above, right-aligned, so that every row's
+        last token is in the last column. Padding is written nowhere.
         """
         rest: list[tuple[_Row, int, int]] = []
         for row, start, end in spans:
@@ -727,7 +740,8 @@ class LocalSampler:
             noise_AV[i].exponential_(generator=generator)
         if draw.greedy_A is not None:
             noise_AV[draw.greedy_A] = 1.0
-        # argmax(log p - log E) with E ~ Exp(1) is a sample of p (Gumbel-max), and the argmax of p where E is 1.
+        # argmax(log p - log E) with E ~ Exp(1) is a sample of p (Gumbel-max), and the argmax of p where E is
+        # 1.
         ids_A = (logp_AV - noise_AV.clamp_min_(1e-30).log_()).argmax(dim=-1)
         logp_A = logp_AV.gather(1, ids_A[:, None])[:, 0]
         self._tokens[batch.slots_A, batch.next_A] = ids_A
@@ -899,7 +913,8 @@ class LocalSampler:
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        """Run a few tokens plainly, and again through the slots: refuse a model whose attention they do not carry."""
+        """Run a few tokens plainly, and again through the slots: refuse a model whose attention they do not
+        carry."""
         count = min(8, self._max_context)
         ids = torch.arange(count, device=self._device)[None] % self._vocab
         plain = torch.log_softmax(self._model(input_ids=ids, use_cache=False).logits[0].float(), -1)
@@ -907,7 +922,7 @@ class LocalSampler:
         if set_attention is None:
             raise ConfigError(
                 f"{type(self._model).__name__} has no exchangeable attention.",
-                fix="Use a transformers causal LM that supports attention backends, or serve the model with vLLM.",
+                fix="Use a causal LM that supports attention backends, or serve it with vLLM.",
             )
         set_attention(SLOT_ATTENTION)
         self._store.reserve(slots=2, capacity=count)
@@ -933,7 +948,7 @@ class LocalSampler:
         limit = PROBE_TOLERANCE if self._dtype is torch.float32 else 50 * PROBE_TOLERANCE
         if not worst < limit:
             raise ConfigError(
-                f"{type(self._model).__name__} through slots differs from its plain forward by {worst:.3g} in log-prob.",
+                f"{type(self._model).__name__} through slots is off its plain forward by {worst:.3g} in log-prob.",
                 fix="Its attention is not plain causal attention; serve the model with vLLM.",
             )
 
@@ -973,7 +988,8 @@ def _refused(code: str, message: str, fix: str) -> ModelError:
 
 
 def _truncated(logits_V: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits with everything outside top-k, then outside the smallest set of mass `top_p`, at minus infinity."""
+    """Logits with everything outside top-k, then outside the smallest set of mass `top_p`, at minus
+    infinity."""
     ordered, order = logits_V.sort(descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k:
@@ -990,7 +1006,7 @@ def _refuse_windows(config: Any, max_context: int) -> None:
     if kinds - {"full_attention"} and (window is None or window < max_context):
         raise ConfigError(
             f"the model has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}.",
-            fix="Slots hold full attention only; lower max_context below the window, or serve the model with vLLM.",
+            fix="Slots hold full attention only: lower max_context below the window, or use vLLM.",
         )
     uses = getattr(config, "use_sliding_window", True)
     if not kinds and window is not None and uses and window < max_context:

@@ -26,8 +26,9 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
 class SampleResult:
-    """What the engine says happened. `prompt_token_ids` are the ids that the engine really fed to the model, read
-    back from its own buffer, not a copy of the request; the recorder compares the two and refuses a difference."""
+    """What the engine says happened. `prompt_token_ids` are the ids that the engine really fed to the model,
+    read back from its own buffer, not a copy of the request; the recorder compares the two and refuses a
+    difference."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]

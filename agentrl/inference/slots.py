@@ -1,15 +1,16 @@
 """Key/value memory of the in-process sampler: ragged rows that decode together without being moved or copied.
 
-Each resident token sequence has a *slot*: one row of the preallocated tensors `[S, H_kv, C, D]` of every layer.
-A decode step runs the model on the active rows only; its attention reads each row's keys and values where they
-lie (`Run`: neighbouring slots in one kernel call, cut at the run's own longest length). A prefill gathers its rows,
-because its cost is in the new tokens.
+Each resident token sequence has a *slot*: one row of the preallocated tensors `[S, H_kv, C, D]` of every
+layer. A decode step runs the model on the active rows only; its attention reads each row's keys and values
+where they lie (`Run`: neighbouring slots in one kernel call, cut at the run's own longest length). A prefill
+gathers its rows, because its cost is in the new tokens.
 
-Invariant: position `p` of slot `s` holds the keys and values of the token at position `p` of that slot's sequence,
-computed by the current weights, for every `p` below the length that the engine states. Values beyond are finite
-garbage behind the mask. This module knows nothing of requests, sampling or versions.
+Invariant: position `p` of slot `s` holds the keys and values of the token at position `p` of that slot's
+sequence, computed by the current weights, for every `p` below the length that the engine states. Values
+beyond are finite garbage behind the mask. This module knows nothing of requests, sampling or versions.
 
-Legend: `S` slots, `A` active rows, `P` rows of a prefill, `C` capacity in tokens, `L` longest row, `D` head size.
+Legend: `S` slots, `A` active rows, `P` rows of a prefill, `C` capacity in tokens, `L` longest row, `D` head
+size.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from transformers.masking_utils import sdpa_mask
 SLOT_ATTENTION = "agentrl_slots"
 """Name of the attention implementation registered with transformers; without runs it is exactly `sdpa`."""
 RUN_ROWS = 16
-"""Longest run of neighbouring slots in one kernel call: short enough that one long row does not make all others
-pay for its length, long enough that the calls per layer stay few."""
+"""Longest run of neighbouring slots in one kernel call: short enough that one long row does not make all
+others pay for its length, long enough that the calls per layer stay few."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows `first` to `last` (exclusive) of the batch lie in the slots from `slot` on; `mask` is `[n, 1, 1, L]`
-    additive float, `L` the longest of them."""
+    """Rows `first` to `last` (exclusive) of the batch lie in the slots from `slot` on; `mask` is `[n, 1, 1,
+    L]` additive float, `L` the longest of them."""
 
     first: int
     last: int
@@ -112,10 +113,11 @@ class DecodeView:
 
 
 class PrefillView:
-    """What a prefill forward sees as its cache: scatters the new positions that are not padding, gathers the rows.
+    """What a prefill forward sees as its cache: scatters the new positions that are not padding, gathers the
+    rows.
 
-    `write_rows`, `write_columns` index the new tokens `[P, n]` that are real; `write_slots`, `write_positions` say
-    where each goes.
+    `write_rows`, `write_columns` index the new tokens `[P, n]` that are real; `write_slots`,
+    `write_positions` say where each goes.
     """
 
     is_compileable = False
@@ -152,7 +154,8 @@ class PrefillView:
 
 
 def plan_runs(slots: list[int], lengths: list[int], positions_A: Tensor, *, dtype: torch.dtype) -> list[Run]:
-    """Cut the active rows (sorted by slot) into runs of neighbouring slots. `lengths` count the token being fed."""
+    """Cut the active rows (sorted by slot) into runs of neighbouring slots. `lengths` count the token being
+    fed."""
     runs: list[Run] = []
     first = 0
     for at in range(1, len(slots) + 1):
@@ -185,8 +188,9 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one new token per row over keys and values that stay in their slots.
 
-    `query` is `[A, H, 1, D]`, `key` and `value` are whole layers `[S, H_kv, C, D]`; returns `[A, 1, H, D]`. Query
-    heads that share a key head ride as extra query positions, so grouped heads need no copy of the keys.
+    `query` is `[A, H, 1, D]`, `key` and `value` are whole layers `[S, H_kv, C, D]`; returns `[A, 1, H, D]`.
+    Query heads that share a key head ride as extra query positions, so grouped heads need no copy of the
+    keys.
     """
     if slot_runs is None:
         output, _ = sdpa_attention_forward(
