@@ -20,7 +20,7 @@ import torch
 
 from agentrl.algo.advantages import ADVANTAGE, Credit
 from agentrl.algo.axes import Choice, apply, numbers_of, resolve
-from agentrl.algo.columns import Layout, group_sum
+from agentrl.algo.columns import Layout, group_sum, segment_mean
 from agentrl.algo.critic_losses import VALUE, explained_variance
 from agentrl.algo.imitation import CORRECT_ABOVE, IMITATION, SCOPES
 from agentrl.algo.metrics import Metrics, finish_metrics, maximum_of, mean_of, merge, total_of
@@ -319,11 +319,10 @@ def prepare(recipe: Recipe, columns: Columns, *, denominators: Mapping[str, floa
             advantage_N = apply(resolve("shaping", SHAPING, choice), choice, shaped)
             advantage_N = torch.where(trained_N, advantage_N, torch.zeros_like(advantage_N))
         if recipe.prune:
-            sizes = inner.lengths_S.clamp_min(1).to(torch.float64)
-            mean_S = (
-                torch.zeros(inner.n_trajectories, dtype=torch.float64).index_add(0, traj_N, advantage_N)
-                / sizes
-            )
+            # The scalar itself where there is one: a mean of equal numbers may differ in the last bit and
+            # break ties.
+            whole = credit.advantage_S is not None and not recipe.shaping
+            mean_S = credit.advantage_S if whole else segment_mean(advantage_N, inner)
             for choice in recipe.prune:
                 pruned = evidence | {"advantage_S": mean_S, "trained_S": trained_S}
                 kept_S = apply(resolve("prune", PRUNE, choice), choice, pruned)
@@ -349,7 +348,7 @@ def prepare(recipe: Recipe, columns: Columns, *, denominators: Mapping[str, floa
             f"{int((graded_S & has_tokens_S).sum())} of them have trainable tokens, "
             f"and recipe '{recipe.name}' keeps none."
         )
-    off_policy_N = None if columns.off_policy_S is None else _off_policy(columns)
+    off_policy_N = _off_policy(recipe, columns) if "off_policy_S" in recipe.columns else None
     return Prepared(
         layout=layout,
         advantage_N=_scatter(advantage_N, keep_N),
@@ -428,7 +427,7 @@ def _kept_tokens(
         value = getattr(columns, name)
         if not name.endswith("_N") or not value.is_floating_point():
             continue
-        needed_N = keep_N if name not in ("logb_N", "prox_logp_N") else keep_N & ~_off_policy(columns)
+        needed_N = keep_N if name not in ("logb_N", "prox_logp_N") else keep_N & ~_off_policy(recipe, columns)
         bad = int((~torch.isfinite(value[needed_N])).sum())
         if bad:
             raise EvidenceError(
@@ -441,10 +440,13 @@ def _kept_tokens(
     return keep_N
 
 
-def _off_policy(columns: Columns) -> torch.Tensor:
-    """bool `[N]`: tokens of a teacher's trajectories, which have no behaviour log-prob (their ratio is pi
-    itself)."""
-    if columns.off_policy_S is None:
+def _off_policy(recipe: Recipe, columns: Columns) -> torch.Tensor:
+    """bool `[N]`: tokens of a teacher's trajectories, for a recipe that knows what to do with them.
+
+    They have no behaviour log-prob: their ratio is `pi` itself. For any other recipe they are like unknown
+    tokens.
+    """
+    if columns.off_policy_S is None or "off_policy_S" not in recipe.columns:
         return torch.zeros(columns.layout.n_tokens, dtype=torch.bool)
     return columns.off_policy_S[columns.layout.traj_N]
 
@@ -661,23 +663,22 @@ def loss(
             raise ConfigError(f"No component '{name}' to give a coefficient to.", fix=nearest(name, known))
 
     work = torch.promote_types(logp_N.dtype, torch.float32)
-    total = logp_N.new_zeros((), dtype=work)
+    total = _connected_zero(live, work)
     parts: list[Metrics] = []
     views: dict[str, dict[str, Any]] = {}
     for component in prepared.components:
-        key = component.kind if component.kind in ("policy", "penalty") else component.name
-        key = "policy" if key == "penalty" else key
-        view = views.get(key)
-        if view is None:
-            view = views[key] = _view(recipe, prepared, component.active_N, live, work)
+        if not bool(component.active_N.any()):
+            continue
+        # Policy and penalties act on the same tokens, so they share one gathered view.
+        key = "policy" if component.kind == "penalty" else component.name
+        if key not in views:
+            views[key] = _view(recipe, prepared, component.active_N, live, work)
         coefficient = (coefficients or {}).get(component.name, component.coefficient)
         weight_N = component.weight_N[component.active_N].to(logp_N.device, work)
-        term_N, metrics = _term(recipe, component, view)
+        term_N, metrics = _term(recipe, component, views[key])
         part = coefficient * (weight_N * term_N).sum()
         total = total + part
         parts += [metrics, total_of(f"loss/{component.name}", part)]
-    if not any(bool(c.active_N.any()) for c in prepared.components):
-        total = total + _connected_zero(live, work)
     if not bool(torch.isfinite(total.detach())):
         raise EvidenceError(
             "The loss is not finite.",
