@@ -2,7 +2,7 @@
 right.
 
 Each task is a readable Harbor package: one module with two or three short functions, its visible tests, and
-one bug in one `return` line. The bug comes from a family with a closed set of alternatives. The right line
+one bug in one assignment; the instruction names the variable and the file, never the fix. The bug comes from a family with a closed set of alternatives. The right line
 and the wrong one are drawn uniformly from that set, and names, docstrings and the other functions are drawn
 without looking at them: so given all but the tests, each other alternative is equally likely to be the fix.
 The generator runs every alternative: the right one passes all visible tests, every wrong one fails at least
@@ -132,14 +132,14 @@ FAMILIES = (
         "arithmetic",
         "Combine {names}.",
         ("{p} ALT {q}", "{p} ALT {K}"),
-        ("+", "-", "*", "//", "%"),
+        ("+", "-", "*", "//"),
         "ints 2",
     ),
     Family(
         "comparison",
         "Compare {names}.",
         ("{p} ALT {q}", "{p} ALT {K}"),
-        ("<", "<=", ">", ">=", "==", "!="),
+        ("<", "<=", ">", ">="),
         "ints 2",
     ),
     Family(
@@ -149,7 +149,7 @@ FAMILIES = (
         "variables",
         "Relate {names}.",
         ("ALT",),
-        ("{p} - {q}", "{q} - {p}", "{p} - {r}", "{r} - {p}", "{q} - {r}", "{r} - {q}"),
+        ("{p} - {q}", "{q} - {p}", "{p} - {r}", "{r} - {p}"),
         "ints 3",
     ),
     Family(
@@ -169,6 +169,7 @@ class _Function:
     others."""
 
     name: str
+    variable: str
     parameters: tuple[str, ...]
     about: str
     expressions: tuple[str, ...]
@@ -177,11 +178,11 @@ class _Function:
     hidden: tuple[Inputs, ...]
 
     def line(self, index: int) -> str:
-        return f"return {self.expressions[index]}"
+        return f"{self.variable} = {self.expressions[index]}"
 
     def text(self, index: int) -> str:
         head = f"def {self.name}({', '.join(self.parameters)}):"
-        return f'{head}\n    """{self.about}"""\n    {self.line(index)}\n'
+        return f'{head}\n    """{self.about}"""\n    {self.line(index)}\n    return {self.variable}\n'
 
     def call(self, inputs: Inputs) -> str:
         return f"{self.name}({', '.join(map(repr, inputs))})"
@@ -224,7 +225,7 @@ def _separating(
     raise AssertionError("two alternatives of a family can not be told apart")
 
 
-def _draw(family: Family, name: str, rng: random.Random) -> _Function:
+def _draw(family: Family, name: str, variable: str, rng: random.Random) -> _Function:
     """A function of a family. The right alternative is uniform: nothing drawn later can lead to a new
     draw."""
     shape = rng.choice(family.shapes)
@@ -240,6 +241,7 @@ def _draw(family: Family, name: str, rng: random.Random) -> _Function:
     right = rng.randrange(len(expressions))
     return _Function(
         name=name,
+        variable=variable,
         parameters=names,
         about=family.about.format(names=" and ".join(names)),
         expressions=expressions,
@@ -317,9 +319,9 @@ class _Repository:
 def _repositories(rng: random.Random) -> Iterator[_Repository]:
     while True:
         count = rng.randint(2, 3)
-        names = rng.sample(FUNCTIONS, count)
+        words = rng.sample(FUNCTIONS, 2 * count)
         families = [rng.choice(FAMILIES) for _ in range(count)]
-        functions = [_draw(f, name, rng) for f, name in zip(families, names, strict=True)]
+        functions = [_draw(f, words[i], words[count + i], rng) for i, f in enumerate(families)]
         at = rng.randrange(count)
         wrong = functions[at]
         buggy = rng.choice([i for i in range(len(wrong.expressions)) if i != wrong.right])
@@ -353,7 +355,7 @@ def _write(folder: Path, name: str, repository: _Repository) -> Path:
                 "split": str(repository.split()),
                 "difficulty": round(1 - 1 / (len(wrong.expressions) - 1), 3),
                 "tools": ["read_file", "replace_in_file", "run_tests", "submit"],
-                "max_turns": 8,
+                "max_turns": 10,
                 "exec_timeout_s": 10,
                 "observation_bytes": 4096,
                 "pids_limit": 32,
@@ -364,6 +366,7 @@ def _write(folder: Path, name: str, repository: _Repository) -> Path:
                 "family": repository.family.name,
                 "file": f"{module}.py",
                 "function": wrong.name,
+                "variable": wrong.variable,
                 "buggy": wrong.line(repository.buggy),
                 "fix": wrong.line(wrong.right),
                 "alternatives": [wrong.line(i) for i in range(len(wrong.expressions))],
@@ -373,7 +376,7 @@ def _write(folder: Path, name: str, repository: _Repository) -> Path:
     return package.write_task(
         folder,
         config=config,
-        instruction=f"The function {wrong.name} in {module}.py is wrong: its tests fail. Fix it.\n",
+        instruction=f"The value of `{wrong.variable}` is wrong ({module}.py): tests fail. Fix it, then submit.\n",
         environment={
             "README.md": f"# {module}\n\nSmall functions in {module}.py, tests in tests/{file}.\n",
             f"{module}.py": source,
