@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import gc
 import hashlib
 import hmac
 import json
@@ -69,6 +70,8 @@ BASE_ENV = {
     "PIP_PROGRESS_BAR": "off",
     "LANG": "C.UTF-8",
 }
+MAX_DESCRIPTORS = 4096
+"""More than an agent ever has open."""
 OOM_PATHS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 24, 36, 38
@@ -109,6 +112,7 @@ class Settings:
         self.path = path
         self.env = dict(env or {})
         self.shell = tuple(shell)
+        """Put before a command's text."""
         self.policy_uid = policy_uid
         """None: commands run as the user that the agent is. Otherwise the agent is root and they are not."""
         self.policy_gid = policy_uid if policy_gid is None else policy_gid
@@ -672,6 +676,8 @@ def _become_command(settings: Settings, request: Header, ends: list[int]) -> NoR
     argv = request.get("argv")
     if argv is None:
         argv = [*settings.shell, request["command"]]
+    if "/" in argv[0]:
+        os.execve(argv[0], argv, env)
     os.execvpe(argv[0], argv, env)
 
 
@@ -864,6 +870,7 @@ class Agent:
         self._ending = False
         self._orphaned_at = time.monotonic()
         self._kill_all: Header | None = None
+        self._events = selectors.EVENT_READ
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, "wake")
         if settings.oom_path == "auto":
@@ -877,6 +884,10 @@ class Agent:
     def run(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_end, warn_on_full_buffer=False)
+        gc.collect()
+        gc.freeze()
+        shell, *rest = self.settings.shell
+        self.settings.shell = (_find(shell, self.settings.path), *rest)
         while not self._ending:
             for key, mask in self._selector.select(self._patience()):
                 if key.data == "wake":
@@ -924,6 +935,7 @@ class Agent:
         self._trusted = self._token is None
         self._inbox = Inbox()
         self._outbox.clear()
+        self._events = selectors.EVENT_READ
         self._selector.register(connection, selectors.EVENT_READ, "connection")
 
     def _drop(self) -> None:
@@ -980,7 +992,9 @@ class Agent:
             self._drop()
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
-        self._selector.modify(self._connection, events, "connection")
+        if events != self._events:
+            self._selector.modify(self._connection, events, "connection")
+            self._events = events
 
     # -- requests
 
@@ -1104,6 +1118,7 @@ class Agent:
         pid = os.fork()
         if pid == 0:
             try:
+                gc.disable()  # A collection would copy every page that it looks at.
                 signal.set_wakeup_fd(-1)
                 close_others({0, 1, 2, theirs.fileno(), *spools, self.settings.oom_fd or 0})
                 _Supervisor(self.settings, header, body, theirs, spools).run()
@@ -1243,6 +1258,15 @@ class Agent:
         self._kill_strays()
 
 
+def _find(program: str, path: str) -> str:
+    """The program's full path, so that each start of it is one system call."""
+    if "/" not in program:
+        for folder in path.split(":"):
+            if os.access(folder + "/" + program, os.X_OK):
+                return folder + "/" + program
+    return program
+
+
 def _unknown(killed: int, verified: bool) -> Header:
     empty = {
         "total": 0,
@@ -1270,11 +1294,13 @@ def _unknown(killed: int, verified: bool) -> Header:
 
 
 def close_others(keep: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
-        if fd not in keep:
-            with contextlib.suppress(OSError):  # The descriptor of the listing itself.
-                os.close(fd)
+    """Close every descriptor but these: what a fork inherited is not its business."""
+    low = 0
+    for fd in sorted(keep):
+        if low < fd:  # An empty range from 0 would mean everything.
+            os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, MAX_DESCRIPTORS)
 
 
 def serve(settings: Settings, connection: socket.socket) -> None:

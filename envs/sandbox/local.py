@@ -518,7 +518,7 @@ def fix_for(phase: str) -> str:
             if Path("/proc/sys/user/max_user_namespaces").read_text().strip() == "0":
                 return "Set `sysctl -w user.max_user_namespaces=15000`."
     fixes = {
-        "user_namespace": "In a container: allow unshare and mount in its seccomp profile, or run privileged.",
+        "user_namespace": "In a container: allow unshare and mount in its seccomp profile, or privileged.",
         "mount_namespace": "Set `sysctl -w user.max_mnt_namespaces=15000`; in a container add CAP_SYS_ADMIN.",
         "pid_namespace": "Set `sysctl -w user.max_pid_namespaces=15000`; in a container add CAP_SYS_ADMIN.",
         "ipc_namespace": "Set `sysctl -w user.max_ipc_namespaces=15000 user.max_uts_namespaces=15000`.",
