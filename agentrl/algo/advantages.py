@@ -356,8 +356,8 @@ def gae_turns(
     lambda_critic: float | None = None,
     bootstrap: bool = True,
 ) -> Credit:
-    """GAE with a turn as the step, broadcast to its tokens (turn-level PPO; lambda = 0: progress between
-    boundaries).
+    """`A_u = delta_u + gamma lambda A_{u+1}` with a turn as the step, broadcast to its tokens (turn-level
+    PPO).
 
     A turn's value is that of its first action token; its reward is the sum of its rewards. With
     `lambda_policy = 0` and Monte-Carlo values this is the segment advantage of SPO (arXiv:2505.23564) and the
@@ -484,7 +484,7 @@ def entropy_shaped(
     correct_above: float = 0.5,
     epsilon: float = 1e-6,
 ) -> Credit:
-    """Token rewards by entropy share, z-scored over the tokens of the group (GTPO, arXiv:2508.04349).
+    """`A_{i,t} = z(r_{i,t})` over the tokens of the group, r by share of entropy (GTPO, arXiv:2508.04349).
 
     Successes: `a + b n_t H_{i,t} / sum_k H_{k,t}` over the `n_t` successes that reach position t; failures
     the negative of the same with `1/H`: a confident wrong token is punished more.
@@ -560,7 +560,7 @@ def virtual_best(
     ddof: int = 0,
     epsilon: float = 1e-6,
 ) -> Credit:
-    """z-score in the group plus one imagined member of reward `best`: all-fail groups push down (NGRPO,
+    """`z(R_i)` in the group plus one imagined member of reward `best`: all-fail groups push down (NGRPO,
     arXiv:2509.18851)."""
     stats = statistics(return_S, group_S, counted_S)
     count_G = stats.count_G + 1.0
@@ -644,7 +644,8 @@ def smooth_standardised(
     *,
     epsilon: float = 1e-6,
 ) -> Credit:
-    """Current and cumulative z-scores mixed, the smaller in size wins (DCPO, arXiv:2509.02333).
+    """`A = s1 or s2, whichever is smaller in size`: current and cumulative z-scores mixed (DCPO,
+    arXiv:2509.02333).
 
     `s1 = (i-1)/i A_new + 1/i A_total`, `s2 = 1/i A_new + (i-1)/i A_total` at the i-th step of the prompt.
     """

@@ -71,7 +71,7 @@ def sequence_product(logp_N: torch.Tensor, old_logp_N: torch.Tensor, layout: Lay
 
 
 def turn_geomean(logp_N: torch.Tensor, old_logp_N: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Geometric mean of the token ratios of each turn (the granularity between token and trajectory)."""
+    """`(1/T_u) sum_{t in u} log rho_t` over the tokens of each turn: between token and trajectory."""
     unit_N = layout.unit_N.to(logp_N.device)
     n_units = int(unit_N[-1]) + 1 if unit_N.numel() else 0
     sums = logp_N.new_zeros(n_units).index_add(0, unit_N, logp_N - old_logp_N)

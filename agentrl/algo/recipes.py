@@ -285,23 +285,25 @@ def compose(overrides: Mapping[str, object], base: str | Recipe | None = None) -
     return result
 
 
+def _own(value: object) -> object:
+    """Tables copied, so that composing never writes into the run file's data."""
+    return {str(k): _own(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
 def _unfold(overrides: Mapping[str, object]) -> dict[str, object]:
+    """`{"a.b": 1}` to `{"a": {"b": 1}}`."""
     tree: dict[str, object] = {}
     for key, value in overrides.items():
-        head, *rest = key.split(".")
-        if not rest:
-            tree[head] = value
-            continue
-        node = tree.setdefault(head, {})
-        for part in rest[:-1]:
-            if not isinstance(node, dict):
-                break
-            node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise ConfigError(
-                f"'{key}' is set twice, once as a word and once as a table.", fix="Use one table."
-            )
-        node[rest[-1]] = value
+        *parents, last = key.split(".")
+        node = tree
+        for part in parents:
+            below = node.setdefault(part, {})
+            if not isinstance(below, dict):
+                raise ConfigError(f"'{key}' is set twice, as a word and as a table.", fix="Use one table.")
+            node = below
+        if last in node:
+            raise ConfigError(f"'{key}' is set twice.", fix="Keep one of the two.")
+        node[last] = _own(value)
     return tree
 
 
