@@ -145,6 +145,8 @@ def explode(trajectory: Trajectory, *, phase: str, step: int | None) -> Rows:
             for column, value in values.items():
                 if type(value) is str and "\0" in value:
                     raise StoreError(f"trajectory {trajectory.id}: {column} holds a NUL character.")
+                if column.endswith("_at") and value == 0.0 and math.copysign(1.0, value) < 0:
+                    raise StoreError(f"trajectory {trajectory.id}: {column} is -0.0, which is no time.")
     return rows
 
 
@@ -173,7 +175,7 @@ def assemble(rows: Rows) -> Trajectory:
             "verdict": from_dict(
                 Verdict,
                 {
-                    "reward": verdict["reward"],
+                    "reward": None if verdict["reward"] is None else _parse(verdict["reward"]),
                     "components": _parse(verdict["components"]),
                     "evidence": _parse(verdict["evidence"]),
                     "fault": None if verdict["fault"] is None else _parse(verdict["fault"]),
@@ -316,7 +318,7 @@ def _verdict_row(trajectory_id: str, verdict: Verdict) -> dict[str, Any]:
     plain = to_dict(verdict)
     return {
         "trajectory_id": trajectory_id,
-        "reward": verdict.reward,
+        "reward": None if verdict.reward is None else canonical(verdict.reward),
         "components": canonical(plain["components"]),
         "evidence": canonical(plain["evidence"]),
         "fault": None if plain["fault"] is None else canonical(plain["fault"]),

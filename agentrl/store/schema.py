@@ -175,7 +175,8 @@ verdicts = Table(
     "verdicts",
     metadata,
     Column("trajectory_id", TEXT, ForeignKey("trajectories.id"), primary_key=True),
-    Column("reward", Double),
+    Column("reward", TEXT),
+    # JSON, because SQLite reads a real of -0.0 back as 0.0; the light row has it as a number.
     Column("components", Text, nullable=False),
     Column("evidence", Text, nullable=False),
     Column("fault", Text),

@@ -214,6 +214,14 @@ def test_null_log_probs_stay_null_and_are_never_a_number(store: Store, run_id: s
     assert b"[-0.1,null,null]" in to_json(again)
 
 
+def test_a_reward_of_minus_zero_keeps_its_sign_and_verifies(store: Store, run_id: str) -> None:
+    store.add_trajectory(run_id, trajectory("t1", earned=verdict(-0.0)))
+    assert repr(store.trajectory("t1").verdict.reward) == "-0.0"
+    assert store.verify(run_id).ok
+    with pytest.raises(StoreError, match=r"started_at is -0\.0"):
+        store.add_trajectory(run_id, trajectory("t2", started_at=-0.0))
+
+
 def test_every_call_keeps_its_own_prompt(store: Store, run_id: str) -> None:
     # SRV-13: prompts of 3, 6, 9 ids, generations of 2; a second agent has its own root.
     first = call("a", (1, 2, 3), (4, 5))

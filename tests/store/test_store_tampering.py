@@ -331,7 +331,7 @@ def test_tampering_is_found_on_postgresql_too(postgres: Any) -> None:
         assert store.verify(RUN).ok
         for statement in (
             "UPDATE calls SET generation = set_byte(generation, 9, 255) WHERE trajectory_id = 't1'",
-            "UPDATE verdicts SET reward = 0.5 WHERE trajectory_id = 't1'",
+            "UPDATE verdicts SET reward = '0.5' WHERE trajectory_id = 't1'",
             "DELETE FROM actions WHERE trajectory_id = 't1'",
         ):
             with engine.connect() as connection:
@@ -345,5 +345,5 @@ def test_tampering_is_found_on_postgresql_too(postgres: Any) -> None:
                 connection.execute(text("DELETE FROM calls"))
                 connection.execute(text("INSERT INTO calls SELECT * FROM kept"))
                 connection.execute(text("DROP TABLE kept"))
-                connection.execute(text("UPDATE verdicts SET reward = 1.0"))
+                connection.execute(text("UPDATE verdicts SET reward = '1.0'"))
     engine.dispose()

@@ -248,7 +248,7 @@ def upgrade() -> None:
     op.create_table(
         "verdicts",
         sa.Column("trajectory_id", TEXT, nullable=False),
-        sa.Column("reward", sa.Double(), nullable=True),
+        sa.Column("reward", TEXT, nullable=True),
         sa.Column("components", sa.Text(), nullable=False),
         sa.Column("evidence", sa.Text(), nullable=False),
         sa.Column("fault", sa.Text(), nullable=True),
