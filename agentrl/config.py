@@ -1,0 +1,270 @@
+"""One run file, one page: what a run is, strictly typed. A typo is an error that names the nearest key.
+
+A run file is TOML. Sections are the classes below; every key has a default, so a run file says only what differs.
+`load` reads a file, lays `--set section.key=value` over it and refuses what is unknown or impossible before
+anything starts. Environment variables are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentrl.errors import ConfigError, nearest
+from agentrl.types import content_hash
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+BackendName = Literal["local", "plain", "docker", "kubernetes"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RunSection(_Section):
+    """What the run is called and where it lives."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "run"
+    seed: NonNegative = 1
+    dir: str = ""
+    """Folder of everything the run leaves; empty: `runs/<name>`."""
+    store: str = ""
+    """Store URL (`postgresql://…`, `sqlite:///…`); empty: `<dir>/store.db`."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir or f"runs/{self.name}")
+
+    @property
+    def store_url(self) -> str:
+        return self.store or f"sqlite:///{(self.folder / 'store.db').absolute()}"
+
+
+class TasksSection(_Section):
+    """Which tasks are trained on and which are held out."""
+
+    suite: str = "swe_mini"
+    """`swe_mini` (generated for the run), or a folder of task packages."""
+    train: Positive = 300
+    """Tasks to generate for training (a folder: at most so many are used)."""
+    heldout: Positive = 96
+    """Tasks to generate that are never trained on."""
+    admission: Literal["light", "full", "stored"] = "light"
+    """`full`: solution and empty attempt three times, and the exploit battery. `light`: once, for generated suites.
+    `stored`: only what an earlier validation left in the store."""
+
+
+class SandboxSection(_Section):
+    """Where actions happen."""
+
+    backend: BackendName = "local"
+    fall_back_to_plain: bool = False
+    """Where the kernel refuses isolation, go on with plain subprocesses and a notice; verdicts say so. Only for
+    tasks that are the run's own."""
+    concurrency: Positive = 32
+    """Attempts alive at once."""
+
+
+class SmallPolicy(_Section):
+    """A Llama-architecture model built in the run, with its tokenizer, for machines without a model or a GPU."""
+
+    hidden_size: Positive = 160
+    layers: Annotated[int, Field(ge=2)] = 3
+    heads: Annotated[int, Field(ge=2)] = 4
+    head_dim: Positive = 64
+    vocabulary: Annotated[int, Field(ge=300)] = 1000
+    context: Positive = 2048
+
+
+class PolicySection(_Section):
+    """The policy that is trained."""
+
+    source: str = "small"
+    """`small` (see `policy.small`), or a Hugging Face causal LM by folder or hub id."""
+    tool_parser: str = "hermes"
+    small: SmallPolicy = SmallPolicy()
+
+
+class ColdstartSection(_Section):
+    """Imitation of a scripted, imperfect demonstrator before reinforcement learning."""
+
+    demonstrations: NonNegative = 0
+    """How many to record; 0: no cold start."""
+    epochs: Positive = 8
+    batch: Positive = 8
+    """Trajectories per optimizer step."""
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-3
+    run_tests: Share = 0.3
+    """How often the demonstrator runs the tests after an edit instead of submitting."""
+    retry: Share = 0.4
+    """How often it tries again after failing tests instead of submitting."""
+
+
+class RolloutSection(_Section):
+    """How trajectories are sampled."""
+
+    groups: Positive = 8
+    """Groups (tasks) per update."""
+    group_size: Positive = 8
+    """Trajectories per group."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_tokens: Positive = 1024
+    """Generated tokens of one call."""
+    max_lag: NonNegative = 0
+    """Staleness bound in policy versions. 0: synchronous. n: sampling runs up to n updates ahead of training."""
+
+
+class TrainSection(_Section):
+    """What is optimized and how."""
+
+    recipe: str = "grpo"
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Axis choices and numbers of the recipe to change (see `agentrl recipes`)."""
+    updates: NonNegative = 20
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    critic_learning_rate: Annotated[float, Field(gt=0)] | None = None
+    critic_warmup_updates: NonNegative = 0
+    """Updates that train only the critic before the policy moves (value pre-training)."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    warmup_steps: NonNegative = 0
+    mini_batches: Positive = 1
+    epochs: Positive = 1
+    token_budget: Positive = 16_384
+    """Tokens of one micro-batch."""
+    max_mismatch: Annotated[float, Field(gt=0)] = 0.1
+    """Mean |Δ log-prob| between sampler and learner on the same weights above which a step is refused."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class EvalSection(_Section):
+    """Evaluation on held-out tasks before and after training."""
+
+    tasks: NonNegative = 0
+    """Held-out tasks to attempt, once each; 0: no evaluation."""
+    every: NonNegative = 0
+    """Also after every so many updates; 0: only before and after."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+
+
+class KeepSection(_Section):
+    """What stays on disk."""
+
+    versions: Positive = 3
+    """Newest published policy versions."""
+    checkpoints: Positive = 2
+
+
+class RunConfig(_Section):
+    """A whole run file."""
+
+    run: RunSection = RunSection()
+    tasks: TasksSection = TasksSection()
+    sandbox: SandboxSection = SandboxSection()
+    policy: PolicySection = PolicySection()
+    coldstart: ColdstartSection = ColdstartSection()
+    rollout: RolloutSection = RolloutSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    keep: KeepSection = KeepSection()
+
+    @property
+    def hash(self) -> str:
+        """sha256 of everything but where the run lives: equal hashes may resume each other."""
+        return content_hash(self.model_dump_json(exclude={"run": {"dir", "store"}}).encode())
+
+
+def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """A run file with `section.key=value` overrides laid over it. Raises `ConfigError`, one sentence, nearest key."""
+    file = Path(path)
+    try:
+        data = tomllib.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"There is no run file {file}.", fix=_nearest_file(file)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} can not be read: {error}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}.") from error
+    return parse(data, overrides, where=str(file))
+
+
+def parse(data: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "the run file") -> RunConfig:
+    """Already read data, validated. Raises `ConfigError`."""
+    merged: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}
+    for override in overrides:
+        _lay_over(merged, override)
+    try:
+        return RunConfig.model_validate(merged)
+    except pydantic.ValidationError as error:
+        raise ConfigError(_explain(error, where)) from error
+
+
+def _lay_over(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    path = key.strip().split(".")
+    if not equals or len(path) < 2 or not all(path):
+        raise ConfigError(f"'{override}' is not of the form section.key=value.", fix="Example: train.updates=30")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    here = data
+    for part in path[:-1]:
+        here = here.setdefault(part, {})
+        if not isinstance(here, dict):
+            raise ConfigError(f"'{key}': {part} is not a section.")
+    here[path[-1]] = value
+
+
+def _explain(error: pydantic.ValidationError, where: str) -> str:
+    first = error.errors(include_url=False)[0]
+    loc = [str(part) for part in first["loc"]]
+    key = ".".join(loc)
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key '{key}'. {nearest(loc[-1], _keys(loc[:-1]))}"
+    given = first.get("input")
+    return f"{where}: {key} = {given!r}: {first['msg']}."
+
+
+def _keys(path: Sequence[str]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for part in path:
+        annotation = model.model_fields[part].annotation
+        options = [a for a in (annotation, *get_args(annotation)) if isinstance(a, type)]
+        model = next((a for a in options if issubclass(a, BaseModel)), model)
+    return list(model.model_fields)
+
+
+def _nearest_file(file: Path) -> str:
+    here = [p.name for p in file.parent.glob("*.toml")] if file.parent.is_dir() else []
+    return nearest(file.name, here) if here else "Give the path of a run file, such as deploy/runs/quickstart.toml."
+
+
+def key_table() -> list[tuple[str, str, str]]:
+    """Every key of a run file with its default and type, for generated docs."""
+    rows: list[tuple[str, str, str]] = []
+
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, field in model.model_fields.items():
+            annotation = field.annotation
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                walk(annotation, f"{prefix}{name}.")
+                continue
+            default = field.get_default(call_default_factory=True)
+            rows.append((f"{prefix}{name}", repr(default), str(annotation).replace("typing.", "")))
+
+    walk(RunConfig, "")
+    return rows
+
+
+def environment(name: str) -> str | None:
+    """An `AGENTRL_<NAME>` environment variable; the only place where the environment is read."""
+    return os.environ.get(f"AGENTRL_{name}")
