@@ -392,9 +392,25 @@ def load(
         ) from error
     model.to(device)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     check_tied(model)
     return model
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Recompute the trunk's activations in the backward pass instead of keeping them.
+
+    transformers does so in training mode only, which also turns dropout on; so dropout is set to 0: log-probs
+    must be those of the policy that is sampled.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    model.train()
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
 
 
 def check_tied(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl.types import (
@@ -48,7 +49,21 @@ def model(*, seed: int = 0, tied: bool = False, layers: int = 2, dtype: torch.dt
         bos_token_id=None,
         eos_token_id=2,
     )
-    return LlamaForCausalLM(config).to(dtype)
+    made = LlamaForCausalLM(config).to(dtype)
+    if dtype == torch.float64:
+        _norms_in_float64(made)
+    return made
+
+
+def _norms_in_float64(module: nn.Module) -> None:
+    """transformers' RMSNorm computes in float32 whatever it is given; torch's does not."""
+    for name, child in module.named_children():
+        if type(child).__name__ == "LlamaRMSNorm":
+            norm = nn.RMSNorm(child.weight.shape[0], eps=1e-6, dtype=torch.float64)
+            norm.weight = child.weight
+            setattr(module, name, norm)
+        else:
+            _norms_in_float64(child)
 
 
 def call(
@@ -59,7 +74,7 @@ def call(
     parent: ModelCall | None = None,
     parent_prompt: Sequence[int] = (),
     keep: int | None = None,
-    log_probs: Sequence[float | None] | None | str = "default",
+    log_probs: Sequence[float | None] | str | None = "default",
     kind: LogProbKind | None = LogProbKind.PROCESSED,
     versions: Sequence[int] | None = None,
     temperature: float = 1.0,
@@ -156,7 +171,7 @@ def chain(
     temperature: float = 1.0,
     vocab: int = VOCAB,
 ) -> Trajectory:
-    """A random multi-turn trajectory; at turn `branch_at` the history is cut to the first prompt (a new branch)."""
+    """A random multi-turn trajectory; turn `branch_at` starts a new branch from the first prompt."""
     draw = lambda n: [rng.randrange(vocab) for _ in range(n)]  # noqa: E731
     first = list(prompt) if prompt is not None else draw(rng.randint(4, 9))
     calls: list[ModelCall] = []

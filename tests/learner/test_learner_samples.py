@@ -179,7 +179,7 @@ def test_a_trajectory_without_calls_is_refused() -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> Trajectory:
-    """Random call trees: extensions, branches at any point of any earlier call, new roots; few distinct ids."""
+    """Random call trees: extensions, branches at any point of any earlier call, new roots; few ids."""
     calls = []
     prompts: list[list[int]] = []
     token = st.integers(0, 3)
@@ -196,7 +196,12 @@ def trees(draw: st.DrawFn) -> Trajectory:
         prompts.append([*whole[:keep], *delta])
         calls.append(
             given.call(
-                f"c{i}", prompts[-1], generation, parent=calls[parent], parent_prompt=prompts[parent], keep=keep
+                f"c{i}",
+                prompts[-1],
+                generation,
+                parent=calls[parent],
+                parent_prompt=prompts[parent],
+                keep=keep,
             )
         )
     return given.trajectory(calls)
@@ -222,7 +227,7 @@ def test_every_sampled_token_is_one_action_after_exactly_its_own_prompt(trajecto
         if call.parent_id in leaves and call.branch_reason is None:
             leaves.discard(call.parent_id)
     assert len(rows.rows) <= len(trajectory.calls)
-    assert len(rows.rows) >= len(leaves), "one row per leaf of the call tree, one more per second continuation"
+    assert len(rows.rows) >= len(leaves), "a row per leaf, one more per second continuation"
 
 
 def test_building_is_linear_in_the_tokens() -> None:
