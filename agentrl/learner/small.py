@@ -1,0 +1,182 @@
+"""A small policy built in the run: a byte-level tokenizer made from given texts, and a Llama-architecture model that
+begins with the two circuits that copying needs.
+
+A transformer of a million weights learns from a few hundred demonstrations only what is easy to find by gradient;
+attending to "what came after the last time I saw this" is known to appear late and suddenly (induction heads, arXiv
+2209.11895). So the model starts with them: in the first layer two heads that look one and two tokens back and write
+what they see into reserved dimensions, in the second layer one head that looks for the same two tokens earlier in the
+context and copies what followed. Everything else is random; what to copy, when, and what to do is learned. All of it
+stays an ordinary `LlamaForCausalLM` that any Hugging Face reader loads, and every weight is trained.
+
+The tokenizer keeps identifiers, operators with their spaces and the glue of JSON tool calls in one piece, so that a
+line of code has the same ids in a file and inside a tool call. It is lossless on any bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from agentrl.errors import ConfigError
+
+END = "<|im_end|>"
+CONTROL = ("<|im_start|>", END)
+TOOL_CALL = ("<tool_call>", "</tool_call>")
+
+TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{%- if message.role == 'system' and tools %}"
+    "{{- '\nTools:' }}{% for tool in tools %}{{- ' ' + tool.function.name }}{% endfor %}"
+    "{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+WORDS = Regex(
+    r"""(?:[{}", ]*"[a-z_]+": ?)+"?"""  # keys of a tool call with the punctuation around them
+    r"""|"?\}+"""
+    r"""|\s*\n\s*"""  # a line end with the next line's indentation
+    r"""| (?:[=+*/<>%!-]+) """  # an operator with its spaces
+    r"""|, | ?[A-Za-z_]+|\d| ?[^\sA-Za-z_\d]| +|\s+"""
+)
+
+ROPE_THETA = 1e8
+"""So large that enough rotary pairs hardly turn over a context: content can be compared at any distance."""
+BACK_1, BACK_2 = 22, 20
+"""Reserved dimensions for the token before and the one before that."""
+SLOW = 2.5e-3
+"""Rotary pairs below this many radians per token carry content comparisons."""
+FAST = 0.02
+"""Rotary pairs above this many radians per token tell one position from its neighbours."""
+LOOK_BACK_SHARPNESS = 12.0
+MATCH_SHARPNESS = 1.0
+COPY_GAIN = 0.7
+
+
+def build_tokenizer(texts: Iterable[str], *, vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with a ChatML template whose merges come from `texts`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(WORDS, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[*CONTROL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([*TOOL_CALL])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=CONTROL[0], clean_up_tokenization_spaces=False
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def build_model(
+    *, vocabulary: int, hidden_size: int, layers: int, heads: int, head_dim: int, context: int, seed: int
+) -> Any:
+    """A float32 `LlamaForCausalLM` with tied embeddings, the copying circuits in place, the rest random.
+
+    Args:
+        vocabulary: rows of the embedding (the tokenizer's length).
+        hidden_size: width; 42 of its dimensions are reserved for what the look-back heads write.
+        head_dim: 64 or more, so that enough slow rotary pairs exist.
+        seed: of the random part; the global random state is left as it was.
+
+    Raises:
+        ConfigError: too narrow for the circuits.
+    """
+    inverse = 1.0 / ROPE_THETA ** (torch.arange(0, head_dim, 2) / head_dim)
+    slow = (inverse < SLOW).nonzero().flatten()
+    channels = torch.cat([slow, slow + head_dim // 2])
+    identity = hidden_size - BACK_1 - BACK_2
+    if channels.numel() < BACK_1 + BACK_2 or identity < head_dim or heads < 2 or layers < 2:
+        raise ConfigError(
+            f"A small policy of width {hidden_size} with {heads} heads of {head_dim} in {layers} layers can not copy.",
+            fix="Use hidden_size >= 128, head_dim >= 64, heads >= 2, layers >= 2.",
+        )
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=head_dim,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            _embed(model, identity)
+            content = torch.linalg.qr(torch.randn(identity, BACK_1))[0].T
+            _look_back(model.model.layers[0].self_attn, content, inverse, identity, head_dim)
+            _copy(model.model.layers[1].self_attn, content, channels, identity, head_dim)
+    return model
+
+
+def _embed(model: Any, identity: int) -> None:
+    """Tokens live in the first `identity` dimensions; the others start nearly empty."""
+    weight = model.model.embed_tokens.weight
+    weight.normal_(0.0, 1.0 / math.sqrt(weight.shape[1]))
+    weight[:, identity:] *= 0.02
+
+
+def _look_back(
+    attention: Any, content: torch.Tensor, inverse: torch.Tensor, identity: int, head_dim: int
+) -> None:
+    """Heads 0 and 1: constant queries and keys, turned against each other by one and two positions, so that the
+    score depends on the distance alone; they write a projection of the token they see into the reserved dimensions."""
+    half = head_dim // 2
+    amplitude = torch.where(inverse > FAST, math.sqrt(LOOK_BACK_SHARPNESS * math.sqrt(head_dim)), 0.0)
+    width = attention.o_proj.weight.shape[0]
+    for head, (back, size, at) in enumerate(((1, BACK_1, identity), (2, BACK_2, identity + BACK_1))):
+        rows = slice(head * head_dim, (head + 1) * head_dim)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            projection.weight[rows] = 0.0
+            projection.bias[rows] = 0.0
+        attention.k_proj.bias[rows][:half] = amplitude
+        attention.q_proj.bias[rows][:half] = amplitude * torch.cos(-inverse * back)
+        attention.q_proj.bias[rows][half:] = amplitude * torch.sin(-inverse * back)
+        attention.v_proj.weight[rows][:size, :identity] = content[:size]
+        attention.o_proj.weight[:, rows] = 0.0
+        attention.o_proj.weight[at : at + size, rows][:, :size] = torch.eye(size) / math.sqrt(width)
+
+
+def _copy(
+    attention: Any, content: torch.Tensor, channels: torch.Tensor, identity: int, head_dim: int
+) -> None:
+    """Head 0: this token and the one before it, compared with the two tokens before each earlier position; the
+    value is the token at that position, written back as a prediction of itself."""
+    head = slice(0, head_dim)
+    scale = math.sqrt(MATCH_SHARPNESS * math.sqrt(head_dim))
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection.weight[head] = 0.0
+        projection.bias[head] = 0.0
+    first, second = channels[:BACK_1], channels[BACK_1 : BACK_1 + BACK_2]
+    attention.q_proj.weight[first, :identity] = content * scale
+    attention.k_proj.weight[first, identity : identity + BACK_1] = torch.eye(BACK_1) * scale
+    attention.q_proj.weight[second, identity : identity + BACK_2] = torch.eye(BACK_2) * scale
+    attention.k_proj.weight[second, identity + BACK_1 :] = torch.eye(BACK_2) * scale
+    copied = torch.linalg.qr(torch.randn(identity, head_dim))[0].T
+    attention.v_proj.weight[head, :identity] = copied
+    attention.o_proj.weight[:, head] = 0.0
+    attention.o_proj.weight[:identity, head] = copied.T * COPY_GAIN
