@@ -237,9 +237,8 @@ def _mounts(request: Request, base: int | None) -> tuple[str, int]:
         for path in (request["lower"], folder(disk + "/upper", policy), folder(disk + "/work"))
     ]
     lower, upper, work = (f"/proc/self/fd/{fd}" for fd in handles)
-    options = f"lowerdir={lower},upperdir={upper},workdir={work},redirect_dir=off,metacopy=off,index=off"
-    if base is None:
-        options += ",userxattr"
+    options = f"lowerdir={lower},upperdir={upper},workdir={work},index=off"
+    options += ",redirect_dir=nofollow,metacopy=off" if base is not None else ",userxattr"
     target = folder(root + request["workdir"])
     ns.mount("overlay", target, "overlay", ns.MS_NOSUID | ns.MS_NODEV, options, name="mount overlay")
     return root, handles[1]
