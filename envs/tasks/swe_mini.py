@@ -2,12 +2,12 @@
 right.
 
 Each task is a readable Harbor package: one module with two or three short functions, its visible tests, and
-one bug in one assignment; the instruction names the variable and the file, never the fix. The bug comes from a family with a closed set of alternatives. The right line
-and the wrong one are drawn uniformly from that set, and names, docstrings and the other functions are drawn
-without looking at them: so given all but the tests, each other alternative is equally likely to be the fix.
-The generator runs every alternative: the right one passes all visible tests, every wrong one fails at least
-one. Held-out tasks differ from all training tasks of all seeds, because the split is decided by the hash of
-the module. Deterministic by seed.
+one bug in one assignment; the instruction names the variable and the file, never the fix. The bug comes from
+a family with a closed set of alternatives. The right line and the wrong one are drawn uniformly from that
+set, and names, docstrings and the other functions are drawn without looking at them: so given all but the
+tests, each other alternative is equally likely to be the fix. The generator runs every alternative: the right
+one passes all visible tests, every wrong one fails at least one. Held-out tasks differ from all training
+tasks of all seeds, because the split is decided by the hash of the module. Deterministic by seed.
 """
 
 from __future__ import annotations
@@ -376,7 +376,8 @@ def _write(folder: Path, name: str, repository: _Repository) -> Path:
     return package.write_task(
         folder,
         config=config,
-        instruction=f"The value of `{wrong.variable}` is wrong ({module}.py): tests fail. Fix it, then submit.\n",
+        instruction=f"The value of `{wrong.variable}` is wrong ({module}.py): tests fail."
+        " Fix it, then submit.\n",
         environment={
             "README.md": f"# {module}\n\nSmall functions in {module}.py, tests in tests/{file}.\n",
             f"{module}.py": source,
