@@ -75,7 +75,7 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.linear(hidden_ND.to(self.linear.weight.dtype))
-        return out if self.shape.bins is not None else out.squeeze(-1)
+        return out if self.shape.bins is not None else out.sum(dim=-1)
 
     def scalar(self, live: torch.Tensor) -> torch.Tensor:
         """`[N]` values out of what `forward` returned."""
@@ -106,7 +106,7 @@ class Critic(nn.Module):
         super().__init__()
         self.trunk = copy.deepcopy(trunk(model))
         self.head = ValueHead(head_weight(model).shape[1], shape or HeadShape())
-        self.head.to(head_weight(model).device)
+        self.head.to(head_weight(model).device, head_weight(model).dtype)
         self.compute_dtype = compute_dtype
         for name, parameter in self.trunk.named_parameters():
             parameter.requires_grad_(not (freeze_attention and "attn" in name))
@@ -117,4 +117,4 @@ class Critic(nn.Module):
         hidden_WD = trunk_states(self.trunk, micro, self.compute_dtype)
         live_M = self.head(hidden_WD.index_select(0, micro.predict_M))
         end_S = self.head.scalar(self.head(hidden_WD.index_select(0, micro.end_S)))
-        return live_M, end_S, hidden_WD[0, 0] + self.head.linear.bias[0] * 0.0
+        return live_M, end_S, hidden_WD[0, 0] + live_M[:0].sum()

@@ -26,9 +26,7 @@ class Cursor:
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.epoch < 0 or not 0 <= self.position <= self.size:
-            raise ConfigError(
-                f"No such place in a set of {self.size}: epoch {self.epoch}, item {self.position}."
-            )
+            raise ConfigError(f"No place in a set of {self.size}: epoch {self.epoch}, item {self.position}.")
 
     def order(self) -> list[int]:
         """All items in the order of the current epoch."""

@@ -273,7 +273,7 @@ class Outputs:
     end_hidden_SD: torch.Tensor
     """End state of each trajectory."""
     anchor: torch.Tensor
-    """A scalar on the graph of every hidden state: times 0, it makes the backward pass of a dummy run."""
+    """A scalar on the graph of all weights: times 0, it makes the backward pass of a dummy run."""
 
 
 class Policy(nn.Module):
@@ -313,9 +313,9 @@ class Policy(nn.Module):
             temperature_N=micro.temperature_M if temperature else None,
             chunk=chunk,
         )
-        return Outputs(
-            log_prob_M, entropy_M, hidden_MD, hidden_WD.index_select(0, micro.end_S), hidden_WD[0, 0]
-        )
+        # Empty sums connect what a micro-batch without actions would leave out of the graph.
+        anchor = hidden_WD[0, 0] + log_prob_M[:0].sum() + entropy_M[:0].sum()
+        return Outputs(log_prob_M, entropy_M, hidden_MD, hidden_WD.index_select(0, micro.end_S), anchor)
 
 
 def trunk_states(body: nn.Module, micro: MicroBatch, compute_dtype: torch.dtype | None) -> torch.Tensor:

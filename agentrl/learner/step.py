@@ -609,7 +609,7 @@ def _values(policy: Policy, recipe: Recipe, config: LearnerConfig) -> tuple[Crit
         shape = HeadShape(bins=int(bins), low=low, high=high, sigma=sigma)
     if config.critic == "shared":
         head = ValueHead(head_weight(policy.model).shape[1], shape)
-        return None, head.to(device_of(policy))
+        return None, head.to(device_of(policy), head_weight(policy.model).dtype)
     critic = Critic(
         policy.model,
         shape,
