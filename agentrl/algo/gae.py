@@ -70,7 +70,7 @@ def reverse_scan(x_N: torch.Tensor, coefficient_S: torch.Tensor, lengths_S: torc
         n_full = int(alive[BLOCK - 1])
         handed = x_N.new_zeros(n_full)
         for offset in range(BLOCK):
-            handed = handed * c_K[:n_full] + x_N[end_K[:n_full] - offset]
+            handed = handed.mul_(c_K[:n_full]).add_(x_N.index_select(0, end_K[:n_full] - offset))
         out_K = x_N.new_zeros(traj_K.size)
         out_K[torch.from_numpy(order_K[:n_full]).to(x_N.device)] = handed
         # In time order a trajectory's blocks run from its last to its first: level-up sequences are reversed
@@ -90,8 +90,8 @@ def reverse_scan(x_N: torch.Tensor, coefficient_S: torch.Tensor, lengths_S: torc
         if n == 0:
             break
         at = end_K[:n] - offset
-        previous = previous[:n] * c_K[:n] + x_N[at]
-        y_N[at] = previous
+        previous = previous[:n].mul_(c_K[:n]).add_(x_N.index_select(0, at))
+        y_N.index_copy_(0, at, previous)
     return y_N
 
 

@@ -81,6 +81,8 @@ class Columns:
     turn_reward_N: torch.Tensor | None = None
     """float `[N]`: rewards that arrived with an observation, on any token of the turn before it; 0
     elsewhere."""
+    potential_N: torch.Tensor | None = None
+    """float `[N]`: potential of the state in which the token was chosen, for shaping."""
     components_SK: torch.Tensor | None = None
     """float `[S, K]`: several rewards per trajectory."""
     greedy_reward_S: torch.Tensor | None = None

@@ -76,6 +76,7 @@ OPTIONAL_COLUMNS = frozenset(
         "bootstrap_S",
         "entropy_N",
         "turn_reward_N",
+        "potential_N",
         "components_SK",
         "greedy_reward_S",
         "off_policy_S",
@@ -900,6 +901,35 @@ SPO = replace(
     reduction=choose("token_mean"),
     penalty=(),
 )
+GRPO_VPS = replace(
+    SPO,
+    name="grpo-vps",
+    paper="Wang et al., 2026",
+    arxiv=None,
+    equation="A of a segment = change of p(correct answer) over it, the outcome on the last one",
+    differs="segments are turns; values_N holds p(answer | prefix) at their first tokens",
+)
+SCRL = replace(
+    GRPO,
+    name="scrl",
+    paper="Jiang et al., 2026",
+    arxiv=None,
+    equation="A_k = z(reward of subproblem k) among the members, last turn A_outcome",
+    differs="subproblems are turns; the seeds give a sentence only",
+    token_reward=(choose("turn_rewards"),),
+    advantage=choose("turn_blend", share=0.0),
+    penalty=(),
+)
+DIVER = replace(
+    GRPO,
+    name="diver",
+    paper="Hu et al., 2026",
+    arxiv="2509.26209",
+    equation="R + sum_t w (Phi_{t+1} - Phi_t), Phi the diversity of the trajectory so far",
+    differs="the potential is a column, from any diversity measure",
+    token_reward=(choose("potential_shaping", weight=0.1),),
+    penalty=(),
+)
 TREE_RPO = replace(
     GRPO,
     name="treerpo",
@@ -1098,6 +1128,9 @@ RECIPES: Mapping[str, Recipe] = _rows(
     MT_GRPO,
     IGPO,
     SPO,
+    GRPO_VPS,
+    SCRL,
+    DIVER,
     TREE_RPO,
     GRPO_LAMBDA,
     GTPO,

@@ -231,6 +231,18 @@ def kl_in_reward(
     return -coefficient * (logb_N - ref_logp_N)
 
 
+def potential_shaping(potential_N: torch.Tensor, layout: Layout, *, weight: float = 1.0) -> torch.Tensor:
+    """`w (Phi_{t+1} - Phi_t)`, Phi = 0 after the end: changes no optimal policy (DIVER, arXiv:2509.26209).
+
+    The sum over a trajectory is `-w Phi` of its first token, whatever happened in between.
+    """
+    next_N = torch.zeros_like(potential_N)
+    next_N[:-1] = potential_N[1:]
+    last_S = torch.cumsum(layout.lengths_S, 0) - 1
+    next_N[last_S[layout.lengths_S > 0]] = 0.0
+    return weight * (next_N - potential_N)
+
+
 def implicit_process(
     prm_logp_N: torch.Tensor, ref_logp_N: torch.Tensor, *, beta: float = 0.05
 ) -> torch.Tensor:
@@ -280,4 +292,4 @@ REWARD = table(
     improvement_bonus,
     teacher_mean,
 )
-TOKEN_REWARD = table(turn_rewards, kl_in_reward, implicit_process)
+TOKEN_REWARD = table(turn_rewards, kl_in_reward, potential_shaping, implicit_process)

@@ -134,6 +134,17 @@ def positive_advantage(advantage_S: torch.Tensor, trained_S: torch.Tensor) -> to
     return trained_S & (advantage_S > 0)
 
 
+def failure_to_replace(reward_G: Sequence[float | None], *, correct_above: float = 0.5) -> int | None:
+    """Index of the member that a stored success replaces: the first graded one of an all-fail group (ARPO,
+    arXiv:2505.16282); None when a member succeeded or none is graded. The stored trajectory keeps its own
+    behaviour log-probs and versions, so the ratio stays true.
+    """
+    graded = [i for i, r in enumerate(reward_G) if r is not None]
+    if not graded or any(r is not None and r > correct_above for r in reward_G):
+        return None
+    return graded[0]
+
+
 def lag(versions: Sequence[int], trainer_version: int) -> int:
     """`trainer - min(version)` over the tokens of a trajectory; a version of the future is an error."""
     if not versions:

@@ -78,6 +78,7 @@ def full(seed: int = 0) -> tuple[Columns, dict[str, torch.Tensor]]:
         history_std_S=rand(s) + 0.1,
         history_step_S=torch.tensor([3] * 4 + [1] * 4),
         node_value_N=rand(n) - 0.5,
+        potential_N=rand(n),
         lag_N=torch.zeros(n, dtype=torch.int64),
     )
     live = {

@@ -50,7 +50,7 @@ def read(columns: Any, live: dict[str, Any]) -> list[Traj]:
             k: [float(getattr(columns, k)[i]) for i in at]
             for k in (
                 "logb_N", "prox_logp_N", "ref_logp_N", "teacher_logp_N", "prm_logp_N", "values_N",
-                "entropy_N", "turn_reward_N", "node_value_N",
+                "entropy_N", "turn_reward_N", "node_value_N", "potential_N",
             )
         }  # fmt: skip
         col |= {"live_" + k: [float(v[i]) for i in at] for k, v in live.items()}
@@ -482,7 +482,7 @@ def turns(lam: float) -> Callable[[list[Traj]], None]:
     return run
 
 
-def mt_grpo(ts: list[Traj]) -> None:
+def mt_grpo(ts: list[Traj], share: float = 1.0) -> None:
     flat(ts, z)
     for g in groups(ts):
         for t in g:
@@ -498,7 +498,7 @@ def mt_grpo(ts: list[Traj]) -> None:
                 mine = sum(t.col["turn_reward_N"][i] for i in p)
                 usable = len(peers) >= 2 and max(peers) - min(peers) > 1e-6
                 turn = (mine - fmean(peers)) / (pstdev(peers) + EPS) if usable else 0.0
-                out.append(t.adv[0] if k == len(own) - 1 else turn + t.adv[0])
+                out.append(t.adv[0] if k == len(own) - 1 else turn + share * t.adv[0])
             t.adv = over_turns(t, out)
 
 
@@ -645,6 +645,9 @@ SPECS: dict[str, Spec] = {
     "mt-grpo": Spec(mt_grpo, **GRPO),
     "igpo": Spec(igpo, **GRPO),
     "spo": Spec(turns(0.0)),
+    "grpo-vps": Spec(turns(0.0)),
+    "scrl": Spec(lambda ts: mt_grpo(ts, 0.0), **GRPO),
+    "diver": Spec(shaped(lambda t: t.reward - 0.1 * t.col["potential_N"][0]), **GRPO),
     "treerpo": Spec(nodes),
     "grpo-lambda": Spec(traces, **GRPO),
     "gtpo": Spec(gtpo, clip(0.2, 0.28)),

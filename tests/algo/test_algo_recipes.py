@@ -248,6 +248,20 @@ def test_float32_gives_the_float64_numbers_to_its_precision(name):
     torch.testing.assert_close(other["logp_N"].double(), gradient["logp_N"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_gives_the_numbers_of_the_cpu(name):
+    columns, live = full(0)
+    recipe = recipe_of(name)
+    prepared = prepare(recipe, columns)
+    value, gradient, _ = gradients(recipe, prepared, live)
+    other, on_gpu, _ = gradients(recipe, prepared, {k: v.cuda() for k, v in live.items()})
+    assert other == pytest.approx(value, abs=1e-12)
+    for key in gradient:
+        torch.testing.assert_close(on_gpu[key].cpu(), gradient[key], rtol=0, atol=1e-12)
+
+
 def test_a_recipe_refuses_a_loss_without_what_it_needs_from_the_model():
     recipe = recipe_of("ppo")
     columns, live = full(0)

@@ -795,6 +795,12 @@ def test_cppo_keeps_the_largest_advantages():
     assert kept.tolist() == [False, True, True, False]
 
 
+def test_a_stored_success_replaces_one_failure_of_an_all_fail_group_only():
+    assert select.failure_to_replace([None, 0.0, 0.0]) == 1
+    assert select.failure_to_replace([0.0, 1.0]) is None
+    assert select.failure_to_replace([None, None]) is None
+
+
 def test_agpo_does_not_move_on_a_negative_batch_loss():
     columns = simple([1.0, 0.0], [4, 1])  # the long one succeeded: the batch loss at ratio 1 is negative
     floored = prepare(recipe_of("agpo"), columns)
