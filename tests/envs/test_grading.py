@@ -9,7 +9,7 @@ import pytest
 from faulty_backend import FIX, Faults, attempt, small_task
 
 from agentrl.errors import SandboxError
-from agentrl.types import Task, Verdict
+from agentrl.types import EvidenceKey, Task, Verdict
 from envs.admission import attacks
 from envs.grading import diff_hash, gradable
 from envs.sandbox.contract import FileChange
@@ -111,6 +111,7 @@ def test_an_exploit_earns_nothing(task: Task, name: str) -> None:
         assert verdict.fault is not None
         assert verdict.fault.owner == "policy"
         assert verdict.flags[0] == "verifier_untrusted"
+        assert {e.key: e.holds for e in verdict.evidence}[EvidenceKey.E8_REPORT_COMPLETE] is False
 
 
 def test_a_test_file_that_was_rewritten_or_removed_is_restored(task: Task) -> None:
@@ -139,11 +140,14 @@ def test_the_hidden_tests_are_nowhere_in_the_policys_sandbox(task: Task) -> None
 # --------------------------------------------------------------------------- reports (ENV-09, ENV-10)
 
 
-def _without(name: bytes) -> Faults:
-    """A report in which one test is missing, with the count made right."""
+def _without(pattern: bytes, ended: bytes = b"ok") -> Faults:
+    """A report that lacks the tests with such names, with the count made right."""
 
     def drop(result: Any) -> Any:
-        lines = [line for line in result.report.split(b"\n") if name not in line or b"\ttest\t" not in line]
+        seen = re.sub(rb"\tok\t", b"\t" + ended + b"\t", result.report)
+        lines = [
+            line for line in seen.split(b"\n") if not re.search(rb"\ttest\t[^\t]*\t" + pattern + rb"\t", line)
+        ]
         nonce = lines[0].split(b"\t")[0]
         lines[-2] = nonce + b"\tend\t%d" % (len(lines) - 2)
         return replace(result, report=b"\n".join(lines))
@@ -155,6 +159,18 @@ def test_a_missing_test_is_not_passed(task: Task) -> None:
     verdict = attempt(task, FIX, SUBMIT, faults=(_without(b"test_negative"),))
     assert verdict.reward == 0.0
     assert outcomes(verdict)["test_negative"] == "missing"
+
+
+def test_a_test_process_that_ended_before_its_last_canary_passed_nothing(task: Task) -> None:
+    """All named tests are reported as passed, but the process did not live to fail where it had to."""
+    verdict = attempt(task, FIX, SUBMIT, faults=(_without(rb"test_[0-9a-f]{12}", b"exit 0"),))
+    assert set(outcomes(verdict).values()) == {"passed"}
+    assert verdict.reward == 0.0
+
+
+def test_canaries_that_are_gone_although_the_process_lived_are_a_forgery(task: Task) -> None:
+    verdict = attempt(task, FIX, SUBMIT, faults=(_without(rb"test_[0-9a-f]{12}"),))
+    assert (verdict.reward, verdict.fault and verdict.fault.code) == (None, "report_forged")
 
 
 def test_a_skipped_test_is_not_passed(tmp_path: Path) -> None:
