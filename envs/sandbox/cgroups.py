@@ -167,10 +167,12 @@ def _detect_unified(own: Path, top: Path) -> Hierarchy | None:
     for folder in (own, *own.parents):
         if not folder.is_relative_to(top):
             break
-        for controller in CONTROLLERS:
-            _write(str(folder), "cgroup.subtree_control", f"+{controller}")
+        control = Path(folder, "cgroup.subtree_control")
         try:
-            given = Path(folder, "cgroup.subtree_control").read_text().split()
+            given = control.read_text().split()
+            for controller in set(CONTROLLERS) - set(given):
+                _write(str(folder), control.name, f"+{controller}")
+            given = control.read_text().split()
         except OSError:
             continue
         held = [c for c in CONTROLLERS if c in given]

@@ -272,10 +272,10 @@ class LocalBackend:
             (self._folder / "etc" / name).write_text(text)
         with contextlib.suppress(OSError):
             shutil.copyfile("/etc/ld.so.cache", self._folder / "etc/ld.so.cache")
-        if os.path.isdir("/etc/alternatives"):
-            shutil.copytree(
-                "/etc/alternatives", self._folder / "etc/alternatives", symlinks=True, dirs_exist_ok=True
-            )
+        links = self._folder / "etc/alternatives"
+        if os.path.isdir("/etc/alternatives") and not links.exists():
+            ignore = shutil.ignore_patterns("*.gz")  # manual pages
+            shutil.copytree("/etc/alternatives", links, symlinks=True, ignore=ignore)
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
