@@ -80,6 +80,16 @@ def parse(text: str, *, turn: int, tool_format: str = "hermes") -> Parsed:
     return Parsed(content="".join(content).strip(), actions=tuple(actions))
 
 
+def cut_off(tokens: int, *, turn: int, tool_format: str) -> Action:
+    """The format error of a reply that ran into a limit before it called anything."""
+    problem = f"your reply was cut off after {tokens} tokens"
+    return Action(
+        id=f"t{turn % 10_000:04d}a000",
+        tool=FORMAT_ERROR_TOOL,
+        error=_advice(problem, get(tool_format)),
+    )
+
+
 def get(name: str) -> ToolFormat:
     """A row of the table; `ConfigError` names the nearest."""
     if name not in FORMATS:

@@ -237,11 +237,15 @@ class Attempt:
                 code="aborted",
                 phase="sample",
             )
-        message, actions = self.chat.reply(call.generation_token_ids, turn=len(self.turns))
+        generated = len(call.generation_token_ids)
+        cut = call.finish_reason is FinishReason.LENGTH
+        message, actions = self.chat.reply(call.generation_token_ids, turn=len(self.turns), cut=cut)
         conversation.answered(prompt, call, message)
-        if call.finish_reason is FinishReason.LENGTH and len(call.generation_token_ids) == room:
+        if cut and (generated == room or generated < request.params.max_tokens):
+            # A budget ended it, or the engine's own context did: what is cut is not acted on.
             self.turns.append(Turn(call_id=call.id, actions=actions, observations=()))
             self._room(len(conversation.transcript))
+            raise OutOfBudget(Termination.CONTEXT_FULL)
         return Reply(call=call, message=message, actions=actions)
 
     def _room(self, occupied: int) -> int:

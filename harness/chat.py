@@ -126,17 +126,24 @@ class ChatFormat:
             ids = ids[1:]
         return Continuation(delta=ids)
 
-    def reply(self, generated: Ids, *, turn: int) -> tuple[Message, tuple[Action, ...]]:
-        """The assistant message that the ids amount to, and the actions in it."""
+    def reply(self, generated: Ids, *, turn: int, cut: bool = False) -> tuple[Message, tuple[Action, ...]]:
+        """The assistant message that the ids amount to, and the actions in it.
+
+        `cut`: the generation ran into a limit. If no call was written before that, it is no answer but a
+        format error, and the model is told so.
+        """
         ids = list(generated)
         while ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         text = self.decode(tuple(ids))
         parsed = tool_calls.parse(text, turn=turn, tool_format=self.tool_format.name)
+        actions = parsed.actions
+        if cut and not actions:
+            actions = (tool_calls.cut_off(len(ids), turn=turn, tool_format=self.tool_format.name),)
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if parsed.actions:
-            message |= {"outside": parsed.content, "actions": parsed.actions}
-        return message, parsed.actions
+        if actions:
+            message |= {"outside": parsed.content, "actions": actions}
+        return message, actions
 
     def observations(
         self, actions: Sequence[Action], observations: Sequence[Observation]

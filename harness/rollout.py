@@ -45,6 +45,10 @@ FINALIZE_GRACE_S = 600.0
 """What finalizing may take beyond twice the grader's own limit (it may verify twice)."""
 CLOSE_DEADLINE_S = 60.0
 
+_ENDED_BY = {"policy": Termination.FINISHED, "budget": Termination.WALL_CLOCK}
+"""How an attempt ended whose fault is scored: the policy did it to itself, or time ran out inside a boundary.
+The fault stays in the verdict."""
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -158,6 +162,7 @@ async def run_one(
             raise
         except Exception as error:  # the boundary of an attempt: classified and recorded
             fault = _fault(error, trajectory_id)
+            termination = _ENDED_BY.get(fault.owner, Termination.FAULT)
         with _timed(seconds, "finalize"):
             verdict = await _verdict(task, backend, session, termination, fault, signing_key)
     finally:
