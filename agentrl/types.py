@@ -11,7 +11,6 @@ import hashlib
 import math
 from dataclasses import fields
 from enum import StrEnum
-from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
@@ -27,9 +26,15 @@ JsonScalar = str | int | float | bool | None
 R = TypeVar("R")
 
 
-@cache
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+"""Built once per record type: building one is slow."""
+
+
 def _adapter(record_type: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(record_type)
+    adapter = _ADAPTERS.get(record_type)
+    if adapter is None:
+        adapter = _ADAPTERS[record_type] = TypeAdapter(record_type)
+    return adapter
 
 
 def to_json(record: object) -> bytes:

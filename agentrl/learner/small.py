@@ -29,11 +29,12 @@ CONTROL = ("<|im_start|>", END)
 TOOL_CALL = ("<tool_call>", "</tool_call>")
 
 TEMPLATE = (
+    "{%- macro names() %}Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{% endmacro %}"
+    "{%- if tools and messages[0].role != 'system' %}{{- '<|im_start|>system\n' + names() + '<|im_end|>\n' }}{%- endif %}"
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\n' + message.content }}"
-    "{%- if message.role == 'system' and tools %}"
-    "{{- '\nTools:' }}{% for tool in tools %}{{- ' ' + tool.function.name }}{% endfor %}"
-    "{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if tools and loop.first and message.role == 'system' %}{{- '\n' + names() }}{%- endif %}"
+    "{{- '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 

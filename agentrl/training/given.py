@@ -1,0 +1,139 @@
+"""What a run works with, made from its configuration: tasks, a sandbox backend, a tokenizer and a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError, SandboxError, nearest
+from agentrl.learner import model as models
+from agentrl.learner import small
+from agentrl.training.events import Listener
+from agentrl.training.folder import RunFolder
+from agentrl.types import Split, Task
+from envs.sandbox.contract import Backend
+from envs.sandbox.local import LocalBackend
+from envs.sandbox.plain import PlainBackend
+from envs.tasks import swe_mini
+from envs.tasks.package import load_suite
+from harness.demonstrator import tool_call
+from harness.prompt import SYSTEM_PROMPT
+
+BACKENDS = ("local", "plain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tasks:
+    """Disjoint by construction: no held-out task is ever trained on."""
+
+    train: tuple[Task, ...]
+    heldout: tuple[Task, ...]
+
+    def __post_init__(self) -> None:
+        shared = {t.revision for t in self.train} & {t.revision for t in self.heldout}
+        if shared:
+            raise ConfigError(f"{len(shared)} held-out tasks are also training tasks.", fix="Split the suite anew.")
+
+
+def tasks(config: RunConfig, folder: RunFolder) -> Tasks:
+    """The generated suite (written once into the run's folder), or a folder of packages.
+
+    Raises:
+        ConfigError: an unknown suite, or a split without tasks that the run needs.
+        TaskError: a broken package.
+    """
+    wanted = config.tasks
+    if wanted.suite == swe_mini.SUITE:
+        done = folder.tasks / ".complete"
+        if not done.exists():
+            swe_mini.generate(folder.tasks, train=wanted.train, heldout=wanted.heldout, seed=config.run.seed)
+            done.touch()
+        found = load_suite(folder.tasks)
+    elif Path(wanted.suite).is_dir():
+        found = load_suite(wanted.suite)
+    else:
+        raise ConfigError(
+            f"tasks.suite = '{wanted.suite}' is neither a generated suite nor a folder.",
+            fix=nearest(wanted.suite, [swe_mini.SUITE]),
+        )
+    train = tuple(t for t in found if t.split is Split.TRAIN)[: wanted.train]
+    heldout = tuple(t for t in found if t.split is Split.HELDOUT)[: wanted.heldout]
+    if not train:
+        raise ConfigError(f"{wanted.suite} has no training tasks.", fix="Set split = \"train\" in their task.toml.")
+    if len(heldout) < config.eval.tasks:
+        raise ConfigError(
+            f"eval.tasks = {config.eval.tasks}, but {wanted.suite} has {len(heldout)} held-out tasks.",
+            fix="Lower eval.tasks, or mark more packages with split = \"heldout\".",
+        )
+    return Tasks(train=train, heldout=heldout[: config.eval.tasks])
+
+
+def backend(config: RunConfig, state_dir: Path, listener: Listener) -> Backend:
+    """The sandbox backend, checked. Raises `SandboxError` naming what the kernel refuses, unless the run falls back."""
+    name = config.sandbox.backend
+    if name not in BACKENDS:
+        raise ConfigError(f"sandbox.backend = '{name}' is not built in yet.", fix=f"Use {' or '.join(BACKENDS)}.")
+    if name == "plain":
+        listener.note("Sandboxes are plain subprocesses: no isolation, and every verdict says so.")
+        return PlainBackend(state_dir)
+    local = LocalBackend(state_dir)
+    try:
+        local.check()
+    except SandboxError as refused:
+        if not config.sandbox.fall_back_to_plain:
+            raise
+        listener.note(f"{refused} Going on with plain subprocesses for this run's own tasks; every verdict says so.")
+        return PlainBackend(state_dir)
+    return local
+
+
+def tokenizer(config: RunConfig, folder: RunFolder, suite: Sequence[Task]) -> Any:
+    """The policy's tokenizer: saved in the run's folder when it was built there, else that of the source."""
+    if config.policy.source != "small":
+        try:
+            return AutoTokenizer.from_pretrained(config.policy.source)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"policy.source = '{config.policy.source}' has no tokenizer that can be loaded.",
+                fix="Give the folder or hub id of a Hugging Face causal LM, or 'small'.",
+            ) from error
+    if (folder.tokenizer / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast.from_pretrained(folder.tokenizer)
+    made = small.build_tokenizer(_texts(suite), vocabulary=config.policy.small.vocabulary)
+    made.save_pretrained(folder.tokenizer)
+    return made
+
+
+def _texts(suite: Sequence[Task]) -> list[str]:
+    """What a small tokenizer learns its pieces from: instructions, files and the calls that will be made."""
+    texts = [SYSTEM_PROMPT, *(tool_call(name) for name in sorted({n for t in suite for n in t.tools}))]
+    for task in suite:
+        texts.append(task.instruction)
+        for file in sorted((Path(task.path) / "environment").rglob("*.py")):
+            texts.append(file.read_text())
+            texts.append(tool_call("read_file", path=file.name))
+        line = str(task.metadata.get("buggy", ""))
+        texts.append(tool_call("replace_in_file", path="a.py", old=line, new=line))
+        texts.append("PASSED 3/3\nFAILED 1/3\nFAILED test_a: 3 != 4\nReplaced in a.py.")
+    return texts
+
+
+def policy(config: RunConfig, made_tokenizer: Any) -> Any:
+    """Float32 master weights of the policy. Raises `ConfigError` when the source can not be loaded."""
+    if config.policy.source != "small":
+        return models.load(config.policy.source)
+    shape = config.policy.small
+    return small.build_model(
+        vocabulary=len(made_tokenizer),
+        hidden_size=shape.hidden_size,
+        layers=shape.layers,
+        heads=shape.heads,
+        head_dim=shape.head_dim,
+        context=shape.context,
+        seed=config.run.seed,
+    )

@@ -1,0 +1,557 @@
+"""The loop: tasks to trajectories to updates to published versions, in one process.
+
+Synchronous training is the special case `rollout.max_lag = 0` of one rule: group number `n` may start once
+`n < (updates + 1 + max_lag) * groups`, so that nothing is ever sampled more than `max_lag` versions behind what it
+will be trained on. Sampling, sandboxes and the learner share the process; updates run in a thread.
+
+An update becomes real in this order: weights published (a folder, whole or absent), checkpoint (whole or absent, with
+what it consumed), store (one transaction). A process killed anywhere between resumes without losing a finished group
+or training one twice: what the checkpoint knows and the store does not is recorded again, what was published and not
+checkpointed is retracted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.algo import recipes, refusals
+from agentrl.config import RunConfig
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.inference.local import LocalSampler
+from agentrl.learner import checkpoint, publish
+from agentrl.learner.batch import Packing
+from agentrl.learner.imitation import ImitationProgress
+from agentrl.learner.step import Learner, LearnerConfig
+from agentrl.store.store import Store
+from agentrl.training import given, sampling
+from agentrl.training.curves import Curves
+from agentrl.training.events import Listener
+from agentrl.training.folder import RunFolder
+from agentrl.training.report import write_report
+from agentrl.training.sampling import Tally, Workplace
+from agentrl.types import Group, PolicyVersion, Task, from_dict, to_dict
+from envs.admission import admit
+from envs.evidence import Admission
+from envs.sandbox.contract import Backend
+from harness import group as groups
+from harness.chat import ChatFormat
+from harness.demonstrator import Habits
+from harness.group import GroupOutcome, GroupRequest
+
+ADMISSIONS_AT_ONCE = 4
+
+
+class Interrupted(AgentRLError):
+    """The run was stopped from outside; everything finished is kept."""
+
+    exit_code = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What a finished run amounts to."""
+
+    run_id: str
+    algo: str
+    seed: int
+    heldout_n: int
+    heldout_before: float | None
+    heldout_after: float | None
+    trajectories: int
+    faults: int
+    calls: int
+    calls_checked: int
+    wall_s: float
+    report: str | None
+    store: str
+    folder: str
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where training stands: what the checkpoint's cursor holds."""
+
+    updates: int = 0
+    version: PolicyVersion | None = None
+
+
+def run(config: RunConfig, *, listener: Listener, resume: bool = False) -> RunSummary:
+    """Do a whole run, or go on with one.
+
+    Raises:
+        ConfigError: the configuration is impossible, or the folder holds something else; before anything starts.
+        SandboxError: the kernel refuses the isolation that is asked for.
+        Interrupted: Ctrl-C; sandboxes are gone, finished groups and updates are kept.
+    """
+    recipe = recipes.compose(config.train.overrides, base=config.train.recipe)
+    folder = RunFolder(config.run.folder)
+    known = folder.check(config, resume=resume)
+    refusals.check(recipe, _facts(config, recipe))
+    started = time.monotonic()
+    with folder.held(), Store.open(config.run.store_url) as store:
+        if known is None:
+            row = store.begin_run(
+                config.run.name, config=config.model_dump(mode="json"), algo=recipe.name, seed=config.run.seed
+            )
+            known = row.id
+            folder.begin(known, config)
+        else:
+            listener.note(f"Resuming run {known} in {folder.root}.")
+        try:
+            with asyncio.Runner() as runner:
+                summary = runner.run(_Run(config, recipe, folder, store, known, listener).whole())
+        except (KeyboardInterrupt, asyncio.CancelledError) as stop:
+            store.note(known, "interrupted", "stopped from outside")
+            raise Interrupted(
+                f"Run {known} was stopped; what it finished is kept in {folder.root}.",
+                fix="Go on with the same command and --resume.",
+            ) from stop
+    return replace(summary, wall_s=round(time.monotonic() - started, 1))
+
+
+def _facts(config: RunConfig, recipe: recipes.Recipe) -> refusals.RunFacts:
+    columns = frozenset({"logb_N", "lag_N"}) | (recipes.OPTIONAL_COLUMNS - _NOT_SUPPLIED)
+    return refusals.RunFacts(
+        group_size=config.rollout.group_size,
+        has_critic=recipe.needs_critic,
+        has_reference=recipe.needs_reference,
+        columns=columns,
+        temperature=config.rollout.temperature,
+        max_lag=config.rollout.max_lag,
+        updates_per_batch=config.train.epochs * config.train.mini_batches,
+    )
+
+
+_NOT_SUPPLIED: frozenset[str] = recipes.OPTIONAL_COLUMNS - frozenset(
+    {"values_N", "bootstrap_S", "ref_logp_N", "logb_N", "prox_logp_N", "lag_N", "length_S"}
+)
+"""Columns that this loop has no source for (teachers, turn rewards, several rewards)."""
+
+
+class _Run:
+    """One run while it goes on."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        recipe: recipes.Recipe,
+        folder: RunFolder,
+        store: Store,
+        run_id: str,
+        listener: Listener,
+    ) -> None:
+        self.config = config
+        self.recipe = recipe
+        self.folder = folder
+        self.store = store
+        self.run_id = run_id
+        self.listener = listener
+        self.progress = _Progress()
+        self._served: Any = None
+        """The model that the sampler samples from: always a published version, never the learner's own weights."""
+
+    async def whole(self) -> RunSummary:
+        config, folder = self.config, self.folder
+        torch.manual_seed(config.run.seed)
+        tasks = await asyncio.to_thread(given.tasks, config, folder)
+        backend = given.backend(config, folder.root / "sandboxes", self.listener)
+        sampler: LocalSampler | None = None
+        try:
+            admissions = await self._admit([*tasks.train, *tasks.heldout], backend)
+            tokenizer = given.tokenizer(config, folder, tasks.train)
+            model = given.policy(config, tokenizer)
+            chat = ChatFormat(tokenizer, tool_parser=config.policy.tool_parser)
+            place = Workplace(
+                config=config,
+                run_id=self.run_id,
+                store=self.store,
+                listener=self.listener,
+                backend=backend,
+                chat=chat,
+                admissions=admissions,
+                signing_key=folder.signing_key(),
+                max_context=_context(model),
+            )
+            train = [t for t in tasks.train if admissions[t.id].valid]
+            heldout = [t for t in tasks.heldout if admissions[t.id].valid]
+            learner = self._learner(model, tokenizer)
+            await self._recover(place, learner, tokenizer, train)
+            sampler = self._sampler(place)
+            before = await self._evaluate(place, sampler, heldout, phase="heldout_before")
+            await self._train(place, learner, sampler, tokenizer, train, heldout)
+            after = await self._evaluate(place, sampler, heldout, phase="heldout_after")
+        finally:
+            if sampler is not None:
+                await sampler.close()
+            await backend.close()
+        return await asyncio.to_thread(self._finish, place, before, after)
+
+    # ------------------------------------------------------------------------------------------ preparation
+
+    async def _admit(self, tasks: Sequence[Task], backend: Backend) -> dict[str, Admission]:
+        """Admissions of all tasks: from the store where this revision was validated, else made now."""
+        mode = self.config.tasks.admission
+        limit = asyncio.Semaphore(ADMISSIONS_AT_ONCE)
+        self.listener.begin("tasks", total=len(tasks), unit="tasks")
+        quarantined = 0
+
+        async def one(task: Task) -> Admission:
+            nonlocal quarantined
+            row = await asyncio.to_thread(self.store.admission, task.id, task.revision)
+            if row is not None and row.facts.get("backend") == backend.name:
+                admission = Admission(**row.facts)
+            elif mode == "stored":
+                raise ConfigError(
+                    f"Task {task.id} was never validated.", fix="Run agentrl tasks validate, or set tasks.admission."
+                )
+            else:
+                async with limit:
+                    admission = await admit(task, backend, light=mode == "light")
+                await asyncio.to_thread(self._keep_admission, task, admission)
+            if not admission.valid:
+                quarantined += 1
+                self.listener.note(f"Task {task.id} is quarantined: {'; '.join(admission.reasons)}")
+            self.listener.advance(1, quarantined=quarantined)
+            return admission
+
+        async with asyncio.TaskGroup() as all_of_them:
+            made = [all_of_them.create_task(one(task)) for task in tasks]
+        self.listener.end(quarantined=quarantined)
+        return {task.id: each.result() for task, each in zip(tasks, made, strict=True)}
+
+    def _keep_admission(self, task: Task, admission: Admission) -> None:
+        self.store.add_task(task)
+        self.store.add_admission(task.id, task.revision, valid=admission.valid, facts=to_dict(admission))
+
+    def _learner(self, model: Any, tokenizer: Any) -> Learner:
+        train = self.config.train
+        reference = None
+        if self.recipe.needs_reference:
+            reference = given.policy(self.config, tokenizer)
+        return Learner(
+            model,
+            self.recipe,
+            LearnerConfig(
+                learning_rate=train.learning_rate,
+                critic_learning_rate=train.critic_learning_rate,
+                weight_decay=train.weight_decay,
+                max_grad_norm=train.max_grad_norm,
+                warmup_steps=train.warmup_steps,
+                mini_batches=train.mini_batches,
+                epochs=train.epochs,
+                max_lag=self.config.rollout.max_lag,
+                max_mismatch=train.max_mismatch,
+                packing=Packing(token_budget=train.token_budget),
+                compute_dtype=train.compute_dtype,
+                seed=self.config.run.seed,
+            ),
+            reference=reference,
+            vocab_size=len(tokenizer),
+        )
+
+    async def _recover(
+        self, place: Workplace, learner: Learner, tokenizer: Any, train: Sequence[Task]
+    ) -> None:
+        """The last good state of this run: from its checkpoint, or version 0 after the cold start."""
+        resumed = await asyncio.to_thread(checkpoint.load, self.folder.checkpoints, learner)
+        if resumed is None:
+            for number in publish.retract_after(self.folder.versions, -1):
+                self.listener.note(f"Version {number} was published without a checkpoint; it is made again.")
+            await self._cold_start(place, learner, train)
+            self.progress.version = await asyncio.to_thread(
+                publish.publish, learner.policy, self.folder.versions, parent=None, step=0, tokenizer=tokenizer
+            )
+            await asyncio.to_thread(self._checkpoint, learner, None)
+            self._replay(None)
+            return
+        for notice in resumed.notices:
+            self.listener.note(notice)
+        self.progress.updates = resumed.cursor["updates"]
+        self.progress.version = resumed.published
+        assert resumed.published is not None, "every checkpoint of a run follows a publication"
+        publish.retract_after(self.folder.versions, resumed.published.number)
+        self._replay(resumed.cursor["last"])
+        self.listener.note(f"Going on after update {self.progress.updates} with version {resumed.published.number}.")
+
+    def _checkpoint(self, learner: Learner, last: Mapping[str, Any] | None) -> None:
+        checkpoint.save(
+            self.folder.checkpoints,
+            learner,
+            cursor={"updates": self.progress.updates, "last": last},
+            published=self.progress.version,
+            keep=self.config.keep.checkpoints,
+        )
+
+    def _replay(self, last: Mapping[str, Any] | None) -> None:
+        """Make the store know what the checkpoint knows; a no-op when it does."""
+        if last is None:
+            assert self.progress.version is not None
+            if self.store.latest_version(self.run_id) is None:
+                self.store.publish(self.run_id, self.progress.version)
+            return
+        version = None if last["version"] is None else from_dict(PolicyVersion, last["version"])
+        self.store.record_update(self.run_id, last["update"], last["ids"], version, last["metrics"])
+
+    async def _cold_start(self, place: Workplace, learner: Learner, train: Sequence[Task]) -> None:
+        """Imitate the demonstrator's recorded trajectories."""
+        wanted = self.config.coldstart
+        if not wanted.demonstrations:
+            return
+        habits = Habits(run_tests=wanted.run_tests, retry=wanted.retry)
+        requests = sampling.requests_for(
+            place, train, count=wanted.demonstrations, size=1, kind="d", seed=self.config.run.seed
+        )
+        make = sampling.demonstrations_by(place, habits)
+        shown = await sampling.collect(place, requests, make, phase="demonstration")
+        here = asyncio.get_running_loop()
+        steps = wanted.epochs * -(-len(shown) // wanted.batch)
+        self.listener.begin("imitation", total=steps, unit="steps")
+
+        def tell(at: ImitationProgress) -> None:
+            facts = {"loss": round(at.loss, 4), "accuracy": round(at.accuracy, 4)}
+            here.call_soon_threadsafe(lambda: self.listener.advance(1, **facts))
+
+        losses = await asyncio.to_thread(
+            lambda: learner.imitate(
+                shown,
+                epochs=wanted.epochs,
+                mini_batch=wanted.batch,
+                learning_rate=wanted.learning_rate,
+                schedule="cosine",
+                warmup_steps=min(30, steps // 10),
+                progress=tell,
+            )
+        )
+        self.store.log(self.run_id, [(i, "imitation/loss", x) for i, x in enumerate(losses)])
+        self.listener.end(loss=round(losses[-1], 4))
+
+    def _sampler(self, place: Workplace) -> LocalSampler:
+        version = self.progress.version
+        assert version is not None
+        self._served = publish.load_published(version)
+        return LocalSampler(
+            self._served,
+            stop_token_ids=place.chat.stop_token_ids,
+            name=self.config.policy.source,
+            version=version.number,
+            max_slots=self.config.sandbox.concurrency,
+            max_context=place.max_context,
+            seed=self.config.run.seed + 1000 * self.progress.updates,
+        )
+
+    # ------------------------------------------------------------------------------------------- evaluation
+
+    async def _evaluate(
+        self, place: Workplace, sampler: LocalSampler, heldout: Sequence[Task], *, phase: str
+    ) -> float | None:
+        """Success on the held-out tasks, one attempt each; None without tasks."""
+        if not heldout:
+            return None
+        kind = {"heldout_before": "hb", "heldout_after": "ha"}.get(phase, f"h{phase.rpartition('_')[2]}-")
+        requests = [
+            GroupRequest(id=f"{self.run_id}-{kind}{number:05d}", task=task, size=1)
+            for number, task in enumerate(heldout)
+        ]
+        make = sampling.attempts_by(place, sampler, temperature=self.config.eval.temperature)
+        found = await sampling.collect(place, requests, make, phase=phase, step=self.progress.updates)
+        success = Tally.of(found).success
+        if success is not None:
+            self.store.log(self.run_id, [(self.progress.updates, "heldout/success", success)])
+        return success
+
+    # --------------------------------------------------------------------------------------------- training
+
+    async def _train(
+        self,
+        place: Workplace,
+        learner: Learner,
+        sampler: LocalSampler,
+        tokenizer: Any,
+        train: Sequence[Task],
+        heldout: Sequence[Task],
+    ) -> None:
+        config = self.config
+        per_update, total = config.rollout.groups, config.train.updates
+        requests = sampling.requests_for(
+            place, train, count=total * per_update, size=config.rollout.group_size, kind="g", seed=config.run.seed
+        )
+        consumed = self.progress.updates * per_update
+        ready = self._stored(place)
+        have = {g.id for g in ready} | self._consumed(place)
+        waiting = [r for r in requests if r.id not in have]
+        make = sampling.attempts_by(place, sampler, temperature=config.rollout.temperature)
+        limit = asyncio.Semaphore(config.sandbox.concurrency)
+        running: set[asyncio.Task[GroupOutcome]] = set()
+        self.listener.begin("train", total=total * per_update * config.rollout.group_size, unit="trajectories")
+        if consumed or ready:
+            self.listener.advance((consumed + len(ready)) * config.rollout.group_size)
+        curves = Curves(self.folder.tensorboard)
+        collecting = time.monotonic()
+        try:
+            while self.progress.updates < total:
+                ahead = (self.progress.updates + 1 + config.rollout.max_lag) * per_update
+                started = self.progress.updates * per_update + len(ready) + len(running)
+                for request in waiting[: max(0, ahead - started)]:
+                    running.add(asyncio.create_task(groups.run(request, make, limit=limit)))
+                del waiting[: max(0, ahead - started)]
+                while len(ready) < per_update:
+                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for finished in done:
+                        outcome = finished.result()
+                        await sampling.keep(place, outcome, phase="train", step=self.progress.updates)
+                        ready.append(outcome.group)
+                        self.listener.advance(len(outcome.group.trajectories), **_facts_of(outcome.group))
+                batch, ready = ready[:per_update], ready[per_update:]
+                times = {"time/collect_s": time.monotonic() - collecting}
+                collecting = time.monotonic()
+                values = await self._update(learner, sampler, tokenizer, batch, times)
+                curves.add(self.progress.updates, values)
+                self.listener.metrics(self.progress.updates, values)
+                if config.eval.every and self.progress.updates % config.eval.every == 0:
+                    await self._evaluate(place, sampler, heldout, phase=f"heldout_{self.progress.updates}")
+        finally:
+            curves.close()
+            for unfinished in running:
+                unfinished.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(*running, return_exceptions=True)
+        self.listener.end()
+
+    def _stored(self, place: Workplace) -> list[Group]:
+        """Whole groups in the store that no update has consumed."""
+        ids = dict.fromkeys(r.group_id for r in self.store.unconsumed(self.run_id, "train"))
+        return [
+            Group(id=g, task_id=members[0].task_id, trajectories=members)
+            for g in ids
+            if (members := tuple(self.store.iter_trajectories(self.run_id, phase="train", group=g)))
+        ]
+
+    def _consumed(self, place: Workplace) -> set[str]:
+        return sampling.stored_groups(place, "train")
+
+    async def _update(
+        self,
+        learner: Learner,
+        sampler: LocalSampler,
+        tokenizer: Any,
+        batch: Sequence[Group],
+        times: dict[str, float],
+    ) -> dict[str, float]:
+        """One update, published and recorded; the sampler follows. Returns its metrics."""
+        progress, config = self.progress, self.config
+        parent = progress.version
+        assert parent is not None
+        warming = progress.updates < config.train.critic_warmup_updates and learner.critic is not None
+        began = time.monotonic()
+        report = await asyncio.to_thread(
+            lambda: learner.update(batch, version=parent.number, train_policy=not warming)
+        )
+        times["time/update_s"] = time.monotonic() - began
+        for cause in dict.fromkeys(report.refused):
+            self.listener.note(f"Update {progress.updates + 1} was refused: {cause}")
+        if report.nothing is not None:
+            self.listener.note(f"Update {progress.updates + 1} had nothing to train on: {report.nothing}")
+        progress.updates += 1
+        metrics = {**report.metrics, **sampling.behaviour(batch), **times, "policy/version": float(parent.number)}
+        moved = report.taken > 0 and not warming
+        began = time.monotonic()
+        await asyncio.to_thread(self._publish, learner, tokenizer, batch, metrics, moved=moved)
+        if moved:
+            version = progress.version
+            assert version is not None
+            fresh = await asyncio.to_thread(publish.load_published, version)
+            await sampler.update_weights(
+                lambda: self._served.load_state_dict(fresh.state_dict()) and None, version.number
+            )
+        metrics["time/publish_s"] = time.monotonic() - began
+        return metrics
+
+    def _publish(
+        self,
+        learner: Learner,
+        tokenizer: Any,
+        batch: Sequence[Group],
+        metrics: Mapping[str, float],
+        *,
+        moved: bool,
+    ) -> None:
+        progress = self.progress
+        if moved:
+            progress.version = publish.publish(
+                learner.policy,
+                self.folder.versions,
+                parent=progress.version,
+                step=learner.optimizer_step,
+                tokenizer=tokenizer,
+                keep=publish.Keep(last=self.config.keep.versions),
+            )
+        last = {
+            "update": progress.updates,
+            "ids": [t.id for g in batch for t in g.trajectories],
+            "version": to_dict(progress.version) if moved else None,
+            "metrics": dict(metrics),
+        }
+        self._checkpoint(learner, last)
+        self._replay(last)
+
+    # ------------------------------------------------------------------------------------------------ report
+
+    def _finish(self, place: Workplace, before: float | None, after: float | None) -> RunSummary:
+        verified = self.store.verify(self.run_id, key=place.signing_key)
+        if not verified.ok:
+            self.listener.note(f"The evidence of this run does not verify: {verified.broken_id}: {verified.why}")
+        self.store.finish_run(self.run_id)
+        self.listener.begin("report", total=1, unit="pages")
+        path = write_report(self.store, self.run_id, self.folder.report)
+        self.listener.advance(1)
+        self.listener.end()
+        rows = self.store.trajectories(self.run_id, limit=None)
+        return RunSummary(
+            run_id=self.run_id,
+            algo=self.recipe.name,
+            seed=self.config.run.seed,
+            heldout_n=sum(r.phase == "heldout_after" for r in rows),
+            heldout_before=before,
+            heldout_after=after,
+            trajectories=len(rows),
+            faults=sum(r.reward is None for r in rows),
+            calls=sum(r.calls for r in rows),
+            calls_checked=verified.calls_checked,
+            wall_s=0.0,
+            report=str(path),
+            store=self.store.url,
+            folder=str(self.folder.root),
+        )
+
+
+def _context(model: Any) -> int:
+    return int(model.config.max_position_embeddings) - sampling.CONTEXT_MARGIN
+
+
+def _facts_of(group: Group) -> dict[str, float | int | str]:
+    rewards = [t.reward for t in group.trajectories if t.reward is not None]
+    return {"reward": round(sum(rewards) / len(rewards), 3)} if rewards else {}
+
+
+def open_published(config: RunConfig, number: int | None) -> PolicyVersion:
+    """A published version of a run's folder: the newest, or the one of that number.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = publish.versions(Path(config.run.folder) / "versions")
+    chosen = [v for v in found if number is None or v.number == number]
+    if not chosen:
+        raise ConfigError(
+            f"{config.run.folder} has no published version{'' if number is None else f' {number}'}.",
+            fix=f"It has: {', '.join(str(v.number) for v in found) or 'none'}.",
+        )
+    return chosen[-1]

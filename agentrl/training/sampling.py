@@ -1,0 +1,237 @@
+"""Trajectories for a run: attempts are made, stored as soon as their group is whole, and counted.
+
+What is stored under a group id is never made again, so a run that was killed goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from agentrl.config import RunConfig
+from agentrl.inference.sampler import Sampler
+from agentrl.inference.scripted import ScriptedSampler
+from agentrl.store.store import Store
+from agentrl.training.events import Listener
+from agentrl.types import Group, SamplingParams, Task, Trajectory
+from envs.evidence import Admission
+from envs.sandbox.contract import Backend
+from harness import group as groups
+from harness.chat import ChatFormat
+from harness.demonstrator import Demonstrator, Habits
+from harness.group import GroupOutcome, GroupRequest
+from harness.rollout import RolloutSettings, run_one
+
+CONTEXT_MARGIN = 8
+"""Tokens of the model's context kept free, so that a full context is noticed before the engine refuses it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workplace:
+    """What every attempt of a run shares."""
+
+    config: RunConfig
+    run_id: str
+    store: Store
+    listener: Listener
+    backend: Backend
+    chat: ChatFormat
+    admissions: Mapping[str, Admission]
+    """By task id."""
+    signing_key: bytes
+    max_context: int | None
+
+    def settings(self, temperature: float) -> RolloutSettings:
+        """How attempts sample at a temperature."""
+        return RolloutSettings(
+            sampling=SamplingParams(temperature=temperature, max_tokens=self.config.rollout.max_tokens),
+            max_context=self.max_context,
+        )
+
+
+def attempts_by(place: Workplace, sampler: Sampler, *, temperature: float) -> groups.MakeAttempt:
+    """Attempts of the policy behind `sampler`."""
+    settings = place.settings(temperature)
+
+    async def make(task: Task, group_id: str, index: int, attempt: int) -> Trajectory:
+        return await run_one(
+            task,
+            sampler=sampler,
+            chat=place.chat,
+            backend=place.backend,
+            group_id=group_id,
+            index=index,
+            signing_key=place.signing_key,
+            admission=place.admissions.get(task.id),
+            settings=settings,
+            attempt=attempt,
+        )
+
+    return make
+
+
+def demonstrations_by(place: Workplace, habits: Habits) -> groups.MakeAttempt:
+    """Attempts of the scripted demonstrator, each with its own draws."""
+    settings = RolloutSettings(
+        sampling=SamplingParams(max_tokens=place.config.rollout.max_tokens),
+        max_context=place.max_context,
+        require_log_probs=False,
+    )
+
+    async def make(task: Task, group_id: str, index: int, attempt: int) -> Trajectory:
+        script = Demonstrator(task, habits, place.chat, seed=f"{place.config.run.seed}/{group_id}/{index}")
+        return await run_one(
+            task,
+            sampler=ScriptedSampler(script, encode=place.chat.encode_reply, name="demonstrator"),
+            chat=place.chat,
+            backend=place.backend,
+            group_id=group_id,
+            index=index,
+            signing_key=place.signing_key,
+            admission=place.admissions.get(task.id),
+            settings=settings,
+            attempt=attempt,
+        )
+
+    return make
+
+
+async def keep(place: Workplace, outcome: GroupOutcome, *, phase: str, step: int | None) -> None:
+    """Store a finished group and the faulted attempts beside it."""
+
+    def write() -> None:
+        for trajectory in outcome.faulted:
+            place.store.add_trajectory(place.run_id, trajectory, phase=f"{phase}_faulted", step=step)
+        place.store.add_group(place.run_id, outcome.group, phase=phase, step=step)
+
+    await asyncio.to_thread(write)
+    for trajectory in outcome.faulted:
+        fault = trajectory.verdict.fault
+        assert fault is not None
+        place.listener.note(f"{trajectory.id}: {fault.owner} fault {fault.code} in {fault.phase}: {fault.message}")
+
+
+def stored_groups(place: Workplace, phase: str) -> set[str]:
+    """Ids of the groups of a phase that are already in the store."""
+    return {row.group_id for row in place.store.trajectories(place.run_id, phase=phase, limit=None)}
+
+
+async def collect(
+    place: Workplace, requests: Sequence[GroupRequest], make: groups.MakeAttempt, *, phase: str, step: int | None = None
+) -> list[Trajectory]:
+    """Make what is not stored yet, all of it, with progress; the trajectories of all requests, stored or new."""
+    have = stored_groups(place, phase)
+    missing = [r for r in requests if r.id not in have]
+    tally = Tally()
+    place.listener.begin(phase, total=sum(r.size for r in requests), unit="trajectories")
+    if len(missing) < len(requests):
+        place.listener.advance(sum(r.size for r in requests if r.id in have))
+    async with aclosing(_stream(place, missing, make)) as outcomes:
+        async for outcome in outcomes:
+            await keep(place, outcome, phase=phase, step=step)
+            tally.add(outcome)
+            place.listener.advance(len(outcome.group.trajectories), **tally.facts())
+    wanted = {r.id for r in requests}
+    found = [t for t in place.store.iter_trajectories(place.run_id, phase=phase) if t.group_id in wanted]
+    place.listener.end(**Tally.of(found).facts())
+    return found
+
+
+def _stream(
+    place: Workplace, requests: Iterable[GroupRequest], make: groups.MakeAttempt
+) -> AsyncIterator[GroupOutcome]:
+    return groups.run_many(requests, make, concurrency=place.config.sandbox.concurrency)
+
+
+class Tally:
+    """Running counts for progress lines."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        self.graded = 0
+        self.solved = 0
+        self.faults = 0
+
+    @staticmethod
+    def of(trajectories: Iterable[Trajectory]) -> Tally:
+        tally = Tally()
+        for trajectory in trajectories:
+            tally._one(trajectory)
+        return tally
+
+    def add(self, outcome: GroupOutcome) -> None:
+        self.faults += len(outcome.faulted)
+        for trajectory in outcome.group.trajectories:
+            self._one(trajectory)
+
+    def _one(self, trajectory: Trajectory) -> None:
+        self.attempts += 1
+        if trajectory.reward is None:
+            self.faults += 1
+            return
+        self.graded += 1
+        self.solved += trajectory.reward >= 1.0
+
+    @property
+    def success(self) -> float | None:
+        """Share of graded attempts that earned the whole reward; None when none was graded."""
+        return self.solved / self.graded if self.graded else None
+
+    def facts(self) -> dict[str, float | int | str]:
+        facts: dict[str, float | int | str] = {"faults": self.faults}
+        if self.success is not None:
+            facts["success"] = round(self.success, 3)
+        return facts
+
+
+def behaviour(group_list: Sequence[Group]) -> dict[str, float]:
+    """What the policy did, as metrics: rewards, turns, tokens, and whether tests are run before submitting."""
+    members = [t for g in group_list for t in g.trajectories]
+    graded = [t for t in members if t.reward is not None]
+    numbers = {
+        "rollout/trajectories": float(len(members)),
+        "rollout/ungraded": float(len(members) - len(graded)),
+        "rollout/turns_mean": _mean(len(t.turns) for t in members),
+        "rollout/generated_tokens_mean": _mean(
+            sum(len(c.generation_token_ids) for c in t.calls) for t in members
+        ),
+        "rollout/tests_run_share": _mean(float(ran_tests(t)) for t in members),
+        "rollout/format_error_share": _mean(
+            float(a.error is not None) for t in members for turn in t.turns for a in turn.actions
+        ),
+    }
+    if graded:
+        numbers["reward/mean"] = _mean(t.reward or 0.0 for t in graded)
+        numbers["rollout/success"] = _mean(float((t.reward or 0.0) >= 1.0) for t in graded)
+    for reason in {t.termination for t in members}:
+        numbers[f"termination/{reason}"] = _mean(float(t.termination is reason) for t in members)
+    return numbers
+
+
+def ran_tests(trajectory: Trajectory) -> bool:
+    """Whether the policy ran the tests at least once."""
+    return any(action.tool == "run_tests" for turn in trajectory.turns for action in turn.actions)
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+def requests_for(
+    place: Workplace, tasks: Sequence[Task], *, count: int, size: int, kind: str, seed: int
+) -> list[GroupRequest]:
+    """`count` groups over the tasks in a shuffled order that repeats; ids are the same in every process."""
+    rng = random.Random(f"{seed}/{kind}")
+    order: list[Task] = []
+    while len(order) < count:
+        order += rng.sample(list(tasks), len(tasks))
+    return [
+        GroupRequest(id=f"{place.run_id}-{kind}{number:05d}", task=task, size=size)
+        for number, task in enumerate(order[:count])
+    ]
+
+
