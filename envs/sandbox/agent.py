@@ -372,23 +372,32 @@ class _Capture:
 
 
 class _Supervisor:
-    """Runs one command in a fork of the agent, answers over `link`, and stays while its tree lives."""
+    """A fork of the agent: takes one command from `link`, runs it, answers, stays while its tree lives."""
 
-    def __init__(
-        self, settings: Settings, request: Header, stdin: bytes, link: socket.socket, spools: tuple[int, int]
-    ) -> None:
+    def __init__(self, settings: Settings, link: socket.socket, spools: tuple[int, int]) -> None:
         self.settings = settings
-        self.request = request
+        self.request: Header = {}
         self.link = link
         self.tree = _Tree()
         self.out = _Capture(spools[0])
         self.err = _Capture(spools[1])
-        self.report: bytearray | None = bytearray() if request.get("report_fd") else None
-        self.stdin = memoryview(stdin)
+        self.report: bytearray | None = None
+        self.stdin = memoryview(b"")
         self.pipes: dict[int, str] = {}
         self.poller = select.poll()
         self.answered = False
         self.killed = 0
+
+    def _await_request(self) -> bool:
+        inbox = Inbox()
+        while True:
+            data = self.link.recv(1 << 20)
+            if not data:
+                return False
+            for header, body in inbox.feed(data):
+                self.request, self.stdin = header, memoryview(body)
+                self.report = bytearray() if header.get("report_fd") else None
+                return True
 
     def run(self) -> None:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -397,6 +406,8 @@ class _Supervisor:
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         self.poller.register(wake, select.POLLIN)
         self.poller.register(self.link, select.POLLIN)
+        if not self._await_request():
+            return
         self.link.setblocking(False)
         oom_before = oom_kills(self.settings)
         started = time.monotonic()
@@ -844,6 +855,13 @@ class _Exec:
         self.late_kills = 0
         self.exited = False
 
+    def discard(self) -> None:
+        """Close what belongs to a supervisor that never got a command."""
+        for fd in self.spools or ():
+            os.close(fd)
+        if self.link is not None:
+            self.link.close()
+
 
 class Agent:
     """The loop: one connection, many commands. `run` returns when the sandbox should end."""
@@ -870,6 +888,7 @@ class Agent:
         self._ending = False
         self._orphaned_at = time.monotonic()
         self._kill_all: Header | None = None
+        self._spare: _Exec | None = None
         self._events = selectors.EVENT_READ
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, "wake")
@@ -903,6 +922,7 @@ class Agent:
                     self._hear(key.data)
             self._reap()
             self._step_kill_all()
+            self._keep_spare()
             if self._connection is None and self._orphan_left() <= 0:
                 self._ending = True
         self._end_everything()
@@ -1071,8 +1091,7 @@ class Agent:
         raise Refused("bad_request", f"unknown operation {op!r}")
 
     def _probe(self) -> Header:
-        own = {e.pid for e in self._execs.values() if not e.exited}
-        mine = _descendants(os.getpid()) - own
+        mine = _descendants(os.getpid()) - self._own()
         try:
             disk = os.statvfs(self.settings.workdir)
             free: int | None = disk.f_bavail * disk.f_frsize
@@ -1113,26 +1132,58 @@ class Agent:
         strings = [header.get("command") or "", header.get("cwd") or "", *(header.get("argv") or ())]
         if any("\0" in text for text in [*strings, *header.get("env", {}), *header.get("env", {}).values()]):
             raise Refused("bad_request", "a NUL byte in the command, its directory or its environment")
+        run = self._spare or self._fork_supervisor()
+        self._spare = None
+        assert run.link is not None
+        self._execs[exec_id] = run
+        run.askers.append(asker)
+        try:
+            run.link.settimeout(KILL_DEADLINE_S)
+            for piece in frames({**header, "id": 0}, body):
+                run.link.sendall(piece)
+        except OSError:
+            _signal(run.pid, signal.SIGKILL)  # It hangs or is gone; the end of its link will say so.
+        run.link.setblocking(False)
+        self._selector.register(run.link, selectors.EVENT_READ, run)
+
+    def _fork_supervisor(self) -> _Exec:
         ours, theirs = socket.socketpair()
         spools = (os.memfd_create("out"), os.memfd_create("err"))
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            for fd in spools:
+                os.close(fd)
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
             try:
                 gc.disable()  # A collection would copy every page that it looks at.
                 signal.set_wakeup_fd(-1)
                 close_others({0, 1, 2, theirs.fileno(), *spools, self.settings.oom_fd or 0})
-                _Supervisor(self.settings, header, body, theirs, spools).run()
+                _Supervisor(self.settings, theirs, spools).run()
             except BaseException as error:
-                sys.stderr.write(f"supervisor of {exec_id}: {error!r}\n")
+                sys.stderr.write(f"supervisor: {error!r}\n")
                 sys.stderr.flush()
             finally:
                 os._exit(0)
         theirs.close()
-        ours.setblocking(False)
-        run = _Exec(pid, ours, spools)
-        run.askers.append(asker)
-        self._execs[exec_id] = run
-        self._selector.register(ours, selectors.EVENT_READ, run)
+        return _Exec(pid, ours, spools)
+
+    def _keep_spare(self) -> None:
+        """While nothing runs, have the next supervisor ready: half of what a short command costs."""
+        if self._spare is None and self._trusted and self._connection is not None and not self._running():
+            with contextlib.suppress(OSError):  # No room for another process: it is forked when needed.
+                self._spare = self._fork_supervisor()
+
+    def _running(self) -> bool:
+        return any(run.header is None for run in self._execs.values())
+
+    def _own(self) -> set[int]:
+        """Processes that are ours, not the policy's."""
+        own = {run.pid for run in self._execs.values() if not run.exited}
+        return own if self._spare is None else own | {self._spare.pid}
 
     def _tell(self, exec_id: str, word: bytes) -> None:
         run = self._execs.get(exec_id)
@@ -1191,6 +1242,9 @@ class Agent:
                 return
             if pid == 0:
                 return
+            if self._spare is not None and self._spare.pid == pid:
+                self._spare.discard()
+                self._spare = None
             for run in self._execs.values():
                 if run.pid == pid:
                     run.exited = True
@@ -1203,9 +1257,9 @@ class Agent:
         killed: set[int] = set()
         while True:
             self._reap()
-            own = {e.pid for e in self._execs.values() if not e.exited}
-            strays = _descendants(os.getpid(), skip=own)
+            strays = _descendants(os.getpid(), skip=self._own())
             if not strays or time.monotonic() > until:
+                self._reap()  # The last of them may have become a zombie only now.
                 return len(killed), not strays
             for pid in strays:
                 _signal(pid, signal.SIGSTOP)
@@ -1218,8 +1272,7 @@ class Agent:
         if self._kill_all is not None:
             self._kill_all["askers"].append(asker)
             return
-        own = {e.pid for e in self._execs.values() if not e.exited}
-        count = len(_descendants(os.getpid()) - own)
+        count = len(_descendants(os.getpid()) - self._own())
         self._kill_all = {"askers": [asker], "count": count, "until": time.monotonic() + KILL_DEADLINE_S + 1}
         for run in self._execs.values():
             if run.link is not None:
@@ -1248,6 +1301,9 @@ class Agent:
         self._flush()
         if os.getpid() == 1:
             return
+        if self._spare is not None:
+            self._spare.discard()
+            self._spare = None
         for run in self._execs.values():
             if run.link is not None:
                 run.link.close()

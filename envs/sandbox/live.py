@@ -259,6 +259,6 @@ def _local_error(problem: dict[str, Any], sandbox: str, phase: str) -> Exception
         return PermissionError(message)
     if kind in ("too_large", "not_regular", "expired", "bad_request"):
         return ValueError(message)
-    if kind == "os":
+    if kind == "os" and phase != "exec":
         return OSError(problem.get("errno"), message)
     return SandboxError(f"Sandbox {sandbox}: {message}.", code=kind, phase=phase)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.sandbox import agent
@@ -183,6 +183,7 @@ def test_a_corrupt_upload_leaves_the_old_file(listening: Path, tmp_path: Path) -
     client.close()
 
 
+@settings(deadline=None)
 @given(
     bodies=st.lists(st.binary(max_size=2000), min_size=1, max_size=5),
     large=st.integers(min_value=0, max_value=2 * agent.FRAME_BODY_BYTES + 1),
