@@ -36,9 +36,9 @@ class Group:
     def procs(self) -> tuple[str, ...]:
         return tuple(f"{folder}/cgroup.procs" for folder in self.folders)
 
-    def remove(self) -> bool:
-        """Give them back; False when a process held one for longer than a second."""
-        until = time.monotonic() + _REMOVE_DEADLINE_S
+    def remove(self, within_s: float = _REMOVE_DEADLINE_S) -> bool:
+        """Give them back; False when a process held one for longer than that."""
+        until = time.monotonic() + within_s
         for folder in self.folders:
             while True:
                 try:
@@ -46,7 +46,7 @@ class Group:
                 except FileNotFoundError:
                     break
                 except OSError:
-                    if time.monotonic() > until:
+                    if time.monotonic() >= until:
                         return False
                     time.sleep(0.001)
                 else:

@@ -192,7 +192,7 @@ class LocalBackend:
             await _kill(handle)
             os.close(handle)
             os.close(upper)
-            if not group.remove():
+            if not group.remove(within_s=0.0):
                 await asyncio.to_thread(group.remove)
             with contextlib.suppress(OSError):
                 os.unlink(self._log(name))
