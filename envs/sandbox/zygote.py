@@ -392,8 +392,7 @@ class _Zygote:
             for folder in request["cgroup_folders"]:
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
-        if self._parent != os.getppid():
-            shutil.rmtree(self._state, ignore_errors=True)
+        shutil.rmtree(self._state, ignore_errors=True)
 
 
 def main(control: int, state: str) -> None:
