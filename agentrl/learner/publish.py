@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.errors import ConfigError, EvidenceError, StoreError
 from agentrl.learner import files, parallel
+from agentrl.learner.lora import is_adapted, merged_state
 from agentrl.learner.model import Policy, causal_model, check_tied, load
 from agentrl.types import PolicyVersion, content_hash, from_json, to_json
 
@@ -48,8 +49,7 @@ def export_state(model: Any, *, dtype: torch.dtype | None = None) -> dict[str, t
         dtype: of floating-point weights (bfloat16 for serving); None keeps them.
     """
     inner = model.model if isinstance(model, Policy) else model
-    merged = getattr(inner, "merged_state", None)
-    named = parallel.full_state(inner) if merged is None else merged()
+    named = merged_state(inner) if is_adapted(inner) else parallel.full_state(inner)
     base = causal_model(inner)
     tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
     out: dict[str, torch.Tensor] = {}

@@ -39,6 +39,7 @@ from agentrl.learner.batch import MicroBatch, Packing, for_ranks, pack, padding_
 from agentrl.learner.critic import Critic, HeadShape, ValueHead
 from agentrl.learner.evidence import Batch, gather
 from agentrl.learner.imitation import ImitationProgress
+from agentrl.learner.lora import is_adapted
 from agentrl.learner.model import (
     Outputs,
     Policy,
@@ -156,11 +157,13 @@ class Learner:
         self.vocab_size = vocab_size
         _require_models(
             recipe,
-            reference=reference is not None or hasattr(model, "disable_adapter"),
+            reference=reference is not None or is_adapted(model),
             teacher=teacher is not None,
         )
         check_tied(model)
         check_support(model, layout=self.config.packing.layout)
+        if self.config.shard and is_adapted(model):
+            raise ConfigError("shard = true does not support adapters.", fix="Set shard = false for LoRA.")
         compute = torch.bfloat16 if self.config.compute_dtype == "bfloat16" else None
         self.policy = Policy(model, compute_dtype=compute)
         self.device = device_of(model)
