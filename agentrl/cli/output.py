@@ -94,6 +94,11 @@ def say(line: RenderableType = "") -> None:
     out().print(line)
 
 
+def fact(label: str, text: str, *, width: int = 0) -> None:
+    """`label  text` with the label in bold; the text is shown as it is."""
+    say(f"[bold]{label:{width}}[/] {escape(text)}")
+
+
 def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 

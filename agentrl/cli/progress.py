@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -138,9 +138,10 @@ class Bars:
 
     def close(self) -> None:
         """Leave the screen as it is."""
-        self._progress.stop()
+        if self._progress.live.is_started:
+            self._progress.stop()
 
-    def _fields(self, phase: Phase) -> dict[str, str]:
+    def _fields(self, phase: Phase) -> dict[str, Any]:
         now = self._clock()
         eta = phase.eta_s(now)
         return {

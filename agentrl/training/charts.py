@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 Point = tuple[float, float]
-WIDTH = 900.0
+WIDTH = 720.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 10.0, 24.0
 LABEL = 14.0
 """Height of a label under the axis."""
@@ -95,27 +95,20 @@ def lines(
             x = place((value, low))[0]
             parts.append(f'<text x="{x}" y="{height - bottom + 16}" text-anchor="middle">{int(value)}</text>')
     if x_label:
-        parts.append(
-            f'<text class="label" x="{width - RIGHT}" y="{height - 3}" text-anchor="end">{escape(x_label)}</text>'
-        )
+        parts.append(f'<text x="{width - RIGHT}" y="{height - 3}" text-anchor="end">{escape(x_label)}</text>')
     for line, points in kept:
         placed = [place(p) for p in points]
+        stroke, fill = f'style="stroke:{line.colour}"', f'style="fill:{line.colour}"'
         if len(placed) > 1:
             path = " ".join(f"{x},{y}" for x, y in placed)
-            parts.append(
-                f'<polyline class="{"faint" if line.faint else "curve"}" points="{path}" style="stroke:{line.colour}"/>'
-            )
+            parts.append(f'<polyline class="{"faint" if line.faint else "curve"}" points="{path}" {stroke}/>')
         for (x, _), (down, up) in zip(points, line.intervals, strict=False):
             (px, py), (_, qy) = place((x, down)), place((x, up))
-            parts.append(
-                f'<line class="whisker" x1="{px}" x2="{px}" y1="{py}" y2="{qy}" style="stroke:{line.colour}"/>'
-            )
+            parts.append(f'<line class="whisker" x1="{px}" x2="{px}" y1="{py}" y2="{qy}" {stroke}/>')
         if line.dots or len(placed) == 1:
             for (x, y), (step, value) in zip(placed, points, strict=True):
                 tip = f"{line.name}, {step:g}: {f'{100 * value:.1f} %' if percent else f'{value:.4g}'}"
-                parts.append(
-                    f'<circle cx="{x}" cy="{y}" r="4" style="fill:{line.colour}"><title>{escape(tip)}</title></circle>'
-                )
+                parts.append(f'<circle cx="{x}" cy="{y}" r="4" {fill}><title>{escape(tip)}</title></circle>')
     parts.append("</svg>")
     return Markup("".join(str(p) for p in parts))
 
@@ -138,7 +131,8 @@ def strip(rows: Sequence[tuple[str, float, float, float, str]], *, title: str = 
         parts.append(
             f'<text class="strong" x="{left - 12}" y="{y + 4}" text-anchor="end">{escape(label)}</text>'
             f"<g><title>{escape(tip)}</title>"
-            f'<line class="interval" x1="{at(low)}" x2="{at(high)}" y1="{y}" y2="{y}" style="stroke:{colour}"/>'
+            f'<line class="interval" x1="{at(low)}" x2="{at(high)}" y1="{y}" y2="{y}"'
+            f' style="stroke:{colour}"/>'
             f'<circle cx="{at(value)}" cy="{y}" r="7" style="fill:{colour}"/></g>'
         )
     parts.append("</svg>")
@@ -157,10 +151,8 @@ def shares(
             continue
         width = count / total * WIDTH
         tip = f"{name.replace('_', ' ')}: {count:g}{unit} ({100 * count / total:.1f} %)"
-        parts.append(
-            f'<g><title>{escape(tip)}</title><rect x="{x:.1f}" y="0" width="{max(0.5, width - 1.5):.1f}" height="26"'
-            f' style="fill:{colours[name]}"/>'
-        )
+        shape = f'x="{x:.1f}" y="0" width="{max(0.5, width - 1.5):.1f}" height="26"'
+        parts.append(f'<g><title>{escape(tip)}</title><rect {shape} style="fill:{colours[name]}"/>')
         if width > 52:
             parts.append(f'<text class="inside" x="{x + 7:.1f}" y="17.5">{100 * count / total:.0f} %</text>')
         parts.append("</g>")
@@ -173,7 +165,7 @@ def pairs(
     rows: Sequence[tuple[str, float | None, float | None]], *, percent: bool = False, title: str = ""
 ) -> Markup:
     """Before and after, one above the other, for each row of (label, before, after). None: not measured."""
-    left, bar, gap, width = 128.0, 11.0, 40.0, WIDTH
+    left, bar, gap, width = 136.0, 12.0, 42.0, WIDTH
     height = gap * len(rows) + 4.0
     largest = (
         1.0 if percent else max((v for _, a, b in rows for v in (a, b) if v is not None), default=0.0) or 1.0
@@ -192,10 +184,11 @@ def pairs(
                 continue
             wide = value / largest * (width - left - 70)
             text = f"{100 * value:.0f} %" if percent else f"{value:.2f}"
+            shape = f'x="{left}" y="{y + offset}" rx="2" width="{max(1.0, wide):.1f}" height="{bar}"'
             parts.append(
-                f'<g><title>{escape(f"{label}, {when}: {text}")}</title><rect x="{left}" y="{y + offset}" rx="2"'
-                f' width="{max(1.0, wide):.1f}" height="{bar}" style="fill:{colour}"/>'
-                f'<text x="{left + max(1.0, wide) + 6:.1f}" y="{y + offset + 9.5}">{text}</text></g>'
+                f"<g><title>{escape(f'{label}, {when}: {text}')}</title>"
+                f'<rect {shape} style="fill:{colour}"/>'
+                f'<text x="{left + max(1.0, wide) + 6:.1f}" y="{y + offset + 10}">{text}</text></g>'
             )
     parts.append("</svg>")
     return Markup("".join(str(p) for p in parts))
@@ -213,4 +206,6 @@ def _bounds(ys: Sequence[float]) -> Point:
 
 
 def _open(width: float, height: float, title: str) -> str:
-    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}" style="max-width:{width:g}px">'
+    """Wide drawings get a class, so that the page can write larger in them on a phone."""
+    kind = ' class="wide"' if width == WIDTH else ""
+    return f'<svg{kind} viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">'

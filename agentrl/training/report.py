@@ -14,6 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -334,16 +335,22 @@ def _tool_chart(uses: Mapping[str, ToolUse | None]) -> tuple[Markup, Markup] | N
     if before is None and after is None:
         return None
     names = sorted({*(before.tools if before else ()), *(after.tools if after else ())})
-    per_attempt = [
-        (name, *(None if use is None else use.tools.get(name, 0.0) for use in (before, after)))
-        for name in names
-    ]
-    turns = ("turns", *(None if use is None else use.turns for use in (before, after)))
-    tested = ("run the tests", *(None if use is None else use.tested for use in (before, after)))
+
+    def both(label: str, what: Callable[[ToolUse], float]) -> tuple[str, float | None, float | None]:
+        return label, None if before is None else what(before), None if after is None else what(after)
+
+    rows = [both("turns", lambda use: use.turns)]
+    rows += [both(name, partial(_uses, name)) for name in names]
     return (
-        charts.pairs([tested], percent=True, title="Share of attempts that run the tests before submitting"),
-        charts.pairs([turns, *per_attempt], title="Uses per attempt"),
+        charts.pairs(
+            [both("run the tests", lambda use: use.tested)], percent=True, title="Tests before submitting"
+        ),
+        charts.pairs(rows, title="Uses per attempt"),
     )
+
+
+def _uses(tool: str, use: ToolUse) -> float:
+    return use.tools.get(tool, 0.0)
 
 
 def _panels(

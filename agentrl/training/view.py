@@ -1,4 +1,4 @@
-"""A stored trajectory to what a person reads: turns with token counts, text, log-probs, versions; the verdict.
+"""A stored trajectory to what a person reads: turns with token counts, text, log-probs, versions, verdict.
 
 Text is decoded from the exact generated ids where the published tokenizer is at hand, so that it shows what
 was sampled; otherwise actions stand as they were parsed. Views are for reading alone: nothing made here is
@@ -138,9 +138,10 @@ def decoder(store: Store, run_id: str) -> Decode | None:
     published version. None when nothing is left."""
     for run in store.lineage(run_id):
         folder = run_folder(store.run(run))
-        places = [version.location for version in reversed(store.policy_versions(run))]
-        for place in (*([] if folder is None else [folder / "tokenizer"]), *places):
-            file = Path(place) / "tokenizer.json"
+        places = [] if folder is None else [folder / "tokenizer"]
+        places += [Path(version.location) for version in reversed(store.policy_versions(run))]
+        for place in places:
+            file = place / "tokenizer.json"
             if file.is_file():
                 tokenizer = Tokenizer.from_file(str(file))
                 return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))

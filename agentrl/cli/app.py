@@ -1,0 +1,468 @@
+"""Every verb with its options, help and examples. The work is in the modules that a verb imports when called,
+so that `agentrl --help` and completion stay fast."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.boundary import guarded
+
+
+class Algo(StrEnum):
+    grpo = "grpo"
+    ppo = "ppo"
+
+
+class Backend(StrEnum):
+    local = "local"
+    plain = "plain"
+
+
+def examples(*lines: str) -> str:
+    """The end of a help page: things to type."""
+    return "\n\n".join(["[bold]Examples[/]", *(f"  $ {line}" for line in lines)])
+
+
+def group(help: str, *lines: str) -> typer.Typer:
+    return typer.Typer(help=help, epilog=examples(*lines), no_args_is_help=True, rich_markup_mode="rich")
+
+
+app = typer.Typer(
+    name="agentrl",
+    help="Agentic RL: tasks to trustworthy evidence, evidence to better policies.",
+    epilog=examples(
+        "agentrl quickstart",
+        "agentrl doctor",
+        "agentrl train deploy/runs/quickstart.toml --set train.updates=30",
+        "agentrl trajectories list",
+    ),
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+trajectories = group(
+    "Look at what attempts left behind: tokens, actions, observations, reward and its evidence.",
+    "agentrl trajectories list --phase heldout_after",
+    "agentrl trajectories show ha00012",
+)
+tasks = group(
+    "List, read, validate and generate tasks.",
+    "agentrl tasks validate tasks",
+    "agentrl tasks synth swe-mini --out /tmp/suite --train 20 --heldout 5",
+)
+runs = group("List runs and read one.", "agentrl runs list", "agentrl runs show 3f2a --json")
+bench = group("Measure this machine.", "agentrl bench sandboxes --count 64")
+
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON object on stdout; progress as JSON lines on stderr.")
+]
+StoreAt = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        help="Store URL, store.db or run folder. Default: the stores below runs/, or AGENTRL_STORE.",
+        show_default=False,
+    ),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key of the run file; may be repeated."),
+]
+Run = Annotated[
+    str | None,
+    typer.Argument(
+        help="Run id or its beginning, name, or folder. Default: the newest run.", show_default=False
+    ),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run where it stopped.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"agentrl {version('agentrl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+# -------------------------------------------------------------------------------------------------- training
+
+
+@app.command(
+    epilog=examples(
+        "agentrl quickstart",
+        "agentrl quickstart --algo ppo --seed 2",
+        "agentrl quickstart --json > result.json",
+        "agentrl quickstart --resume",
+    ),
+)
+@guarded
+def quickstart(
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks, the policy and the sampling.")] = 1,
+    algo: Annotated[Algo, typer.Option(help="Recipe to train with.")] = Algo.grpo,
+    backend: Annotated[
+        Backend, typer.Option(help="local: isolated by the kernel. plain: subprocesses, no isolation.")
+    ] = Backend.local,
+    dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the run. Default: runs/quickstart-ALGO-sSEED.", show_default=False),
+    ] = None,
+    overrides: Sets = None,
+    resume: Resume = False,
+    json: Json = False,
+) -> None:
+    """Train a small policy from nothing, in minutes, on two CPU cores.
+
+    Generates a suite of small repositories with bugs, builds a small policy, lets it imitate an imperfect
+    demonstrator, then trains it by reinforcement learning in sandboxes. Ends with held-out success before and
+    after, and a report.
+    """
+    from agentrl.cli import training
+
+    training.quickstart(seed, str(algo), str(backend), dir, overrides or [], resume=resume, as_json=json)
+
+
+@app.command(
+    epilog=examples(
+        "agentrl train deploy/runs/quickstart.toml",
+        "agentrl train run.toml --set train.recipe=dapo --set rollout.group_size=16",
+        "agentrl train run.toml --resume",
+    ),
+)
+@guarded
+def train(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="What to do: see `agentrl config`.")],
+    overrides: Sets = None,
+    resume: Resume = False,
+    json: Json = False,
+) -> None:
+    """Train as a run file says. Ctrl-C stops cleanly; `--resume` goes on."""
+    from agentrl.cli import training
+
+    training.train(run_file, overrides or [], resume=resume, as_json=json)
+
+
+@app.command(
+    epilog=examples(
+        "agentrl eval run.toml",
+        "agentrl eval run.toml --checkpoint 12 --set eval.tasks=200",
+        "agentrl eval run.toml --checkpoint path/to/model --json",
+    ),
+)
+@guarded
+def eval(
+    run_file: Annotated[
+        Path, typer.Argument(metavar="RUN.toml", help="The run whose policy and tasks are used.")
+    ],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="A published version by number, or a model by folder or hub id. Default: the newest.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Sets = None,
+    json: Json = False,
+) -> None:
+    """Attempt the held-out tasks of a run with one of its policies."""
+    from agentrl.cli import training
+
+    training.evaluate(run_file, checkpoint, overrides or [], as_json=json)
+
+
+# -------------------------------------------------------------------------------------------------- evidence
+
+
+@trajectories.command(
+    "list",
+    epilog=examples(
+        "agentrl trajectories list",
+        "agentrl trajectories list --phase train --termination max_turns --limit 5",
+        "agentrl trajectories list --run 3f2a --reward 0 --json",
+    ),
+)
+@guarded
+def trajectories_list(
+    run: Annotated[
+        str | None,
+        typer.Option(help="Run id, its beginning, name or folder. Default: the newest.", show_default=False),
+    ] = None,
+    phase: Annotated[
+        str | None,
+        typer.Option(help="demonstration, heldout_before, train, heldout_after.", show_default=False),
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Task id.", show_default=False)] = None,
+    termination: Annotated[
+        str | None, typer.Option(help="Why they ended: finished, max_turns, fault, …", show_default=False)
+    ] = None,
+    reward: Annotated[
+        float | None, typer.Option(help="Only with exactly this reward.", show_default=False)
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
+    oldest: Annotated[bool, typer.Option("--oldest", help="The oldest first instead of the newest.")] = False,
+    store: StoreAt = None,
+    json: Json = False,
+) -> None:
+    """List trajectories, the newest first."""
+    from agentrl.cli import evidence
+
+    evidence.list_trajectories(
+        run, phase, task, termination, reward, limit, newest_first=not oldest, store=store, as_json=json
+    )
+
+
+@trajectories.command(
+    "show",
+    epilog=examples(
+        "agentrl trajectories show ha00012",
+        "agentrl trajectories show 3f2a91c04b1d-g00003.2 --json",
+        "agentrl trajectories show ha00012 | less",
+    ),
+)
+@guarded
+def trajectories_show(
+    trajectory: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID", help="Its beginning is enough, with or without the run before the dash."
+        ),
+    ],
+    store: StoreAt = None,
+    json: Json = False,
+) -> None:
+    """Show one trajectory turn by turn, its reward and every piece of evidence for it."""
+    from agentrl.cli import evidence
+
+    evidence.show_trajectory(trajectory, store=store, as_json=json)
+
+
+@app.command(
+    epilog=examples("agentrl verify", "agentrl verify 3f2a", "agentrl verify runs/quickstart-grpo-s1")
+)
+@guarded
+def verify(
+    run: Run = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="Signing key of the run. Default: that in its folder.", show_default=False),
+    ] = None,
+    store: StoreAt = None,
+    json: Json = False,
+) -> None:
+    """Check that the evidence of a run is what was written: every record, every link of its hash chains.
+
+    Ends with 1 and names the first broken record if anything was changed.
+    """
+    from agentrl.cli import evidence
+
+    evidence.verify(run, key, store=store, as_json=json)
+
+
+@runs.command("list", epilog=examples("agentrl runs list", "agentrl runs list --limit 3 --json"))
+@guarded
+def runs_list(
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
+    store: StoreAt = None,
+    json: Json = False,
+) -> None:
+    """List runs, the newest first."""
+    from agentrl.cli import evidence
+
+    evidence.list_runs(limit, store=store, as_json=json)
+
+
+@runs.command("show", epilog=examples("agentrl runs show", "agentrl runs show quickstart-grpo-s1 --json"))
+@guarded
+def runs_show(run: Run = None, store: StoreAt = None, json: Json = False) -> None:
+    """Show a run: success, how attempts ended, which tools they used, its last metrics."""
+    from agentrl.cli import evidence
+
+    evidence.show_run(run, store=store, as_json=json)
+
+
+@app.command(epilog=examples("agentrl report", "agentrl report 3f2a --out report.html"))
+@guarded
+def report(
+    run: Run = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to write. Default: report.html in the run's folder.", show_default=False),
+    ] = None,
+    store: StoreAt = None,
+    json: Json = False,
+) -> None:
+    """Write the report of a run: one HTML file that needs nothing else."""
+    from agentrl.cli import evidence
+
+    evidence.report(run, out, store=store, as_json=json)
+
+
+# ----------------------------------------------------------------------------------------------------- tasks
+
+
+@tasks.command(
+    "list", epilog=examples("agentrl tasks list", "agentrl tasks list runs/quickstart-grpo-s1/tasks")
+)
+@guarded
+def tasks_list(
+    path: Annotated[Path, typer.Argument(help="A folder with task packages somewhere below it.")] = Path(
+        "tasks"
+    ),
+    json: Json = False,
+) -> None:
+    """List the task packages below a folder."""
+    from agentrl.cli import tasks as implementation
+
+    implementation.list_tasks(path, as_json=json)
+
+
+@tasks.command("show", epilog=examples("agentrl tasks show tasks/handwritten/fix-lru-order"))
+@guarded
+def tasks_show(
+    path: Annotated[Path, typer.Argument(help="A task package: a folder with a task.toml.")],
+    json: Json = False,
+) -> None:
+    """Show one task: its instruction, files, tools, limits and how it is graded."""
+    from agentrl.cli import tasks as implementation
+
+    implementation.show_task(path, as_json=json)
+
+
+@tasks.command(
+    "validate",
+    epilog=examples(
+        "agentrl tasks validate tasks/handwritten/fix-lru-order",
+        "agentrl tasks validate tasks --repeats 1",
+        "agentrl tasks validate /tmp/suite --light --json",
+    ),
+)
+@guarded
+def tasks_validate(
+    path: Annotated[Path, typer.Argument(help="One task package, or a folder with packages below it.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of the solution and of the empty attempt.")] = 3,
+    light: Annotated[
+        bool, typer.Option("--light", help="One run each, no exploits: for suites whose generator is known.")
+    ] = False,
+    backend: Annotated[Backend, typer.Option(help="Where to run: local or plain.")] = Backend.local,
+    at_once: Annotated[int, typer.Option(min=1, help="Tasks validated at the same time.")] = 4,
+    store: Annotated[
+        str | None, typer.Option(help="Also keep the outcomes in this store, for runs.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check that tasks can be graded: the solution passes, doing nothing fails, known exploits earn nothing.
+
+    Ends with 1 if any task is quarantined.
+    """
+    from agentrl.cli import tasks as implementation
+
+    implementation.validate(
+        path, repeats=repeats, light=light, backend=str(backend), at_once=at_once, store=store, as_json=json
+    )
+
+
+@tasks.command(
+    "synth",
+    epilog=examples("agentrl tasks synth swe-mini --out /tmp/suite --train 100 --heldout 20 --seed 7"),
+)
+@guarded
+def tasks_synth(
+    suite: Annotated[str, typer.Argument(help="swe-mini: small Python repositories with one bug each.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the packages into.")],
+    train: Annotated[int, typer.Option(min=0, help="Tasks to train on.")] = 100,
+    heldout: Annotated[int, typer.Option(min=0, help="Tasks that no seed ever trains on.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes.")] = 1,
+    json: Json = False,
+) -> None:
+    """Generate a suite of task packages that a person can read."""
+    from agentrl.cli import tasks as implementation
+
+    implementation.synth(suite, out, train=train, heldout=heldout, seed=seed, as_json=json)
+
+
+# ------------------------------------------------------------------------------------------------- reference
+
+
+@app.command(epilog=examples("agentrl recipes", "agentrl recipes grpo", "agentrl recipes dapo --json"))
+@guarded
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show this one whole.", show_default=False)] = None,
+    json: Json = False,
+) -> None:
+    """List the algorithms, or show one: its equation, every choice and number, what it needs."""
+    from agentrl.cli import reference
+
+    reference.recipes(name, as_json=json)
+
+
+@app.command(
+    epilog=examples(
+        "agentrl config", "agentrl config run.toml", "agentrl config run.toml --set train.updates=30 --json"
+    )
+)
+@guarded
+def config(
+    run_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN.toml", help="Check this file and show what it says.", show_default=False),
+    ] = None,
+    overrides: Sets = None,
+    json: Json = False,
+) -> None:
+    """List all keys of a run file with their defaults, or check a run file and show it resolved."""
+    from agentrl.cli import reference
+
+    reference.config(run_file, overrides or [], as_json=json)
+
+
+# --------------------------------------------------------------------------------------------------- machine
+
+
+@app.command(epilog=examples("agentrl doctor", "agentrl doctor --json"))
+@guarded
+def doctor(json: Json = False) -> None:
+    """Say what this machine can do: sandboxes, limits, engines, packages; and how to get what is missing.
+
+    Ends with 1 if something is missing that a run on this machine needs.
+    """
+    from agentrl.cli import machine
+
+    machine.doctor(as_json=json)
+
+
+@bench.command(
+    "sandboxes",
+    epilog=examples("agentrl bench sandboxes", "agentrl bench sandboxes --backend plain --count 16 --json"),
+)
+@guarded
+def bench_sandboxes(
+    backend: Annotated[Backend, typer.Option(help="Which sandboxes.")] = Backend.local,
+    count: Annotated[int, typer.Option(min=1, help="Sandboxes in all.")] = 64,
+    commands: Annotated[int, typer.Option(min=1, help="Commands in each.")] = 20,
+    at_once: Annotated[int, typer.Option(min=1, help="Sandboxes alive at the same time.")] = 16,
+    json: Json = False,
+) -> None:
+    """Start sandboxes, run commands in them, close them: how long each takes here."""
+    from agentrl.cli import machine
+
+    machine.bench_sandboxes(str(backend), count, commands, at_once, as_json=json)
+
+
+app.add_typer(trajectories, name="trajectories")
+app.add_typer(runs, name="runs")
+app.add_typer(tasks, name="tasks")
+app.add_typer(bench, name="bench")

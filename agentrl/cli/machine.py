@@ -1,0 +1,163 @@
+"""`doctor`, `bench`: what this machine can do, and how fast."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import typer
+from rich.markup import escape
+
+from agentrl.cli import output, progress
+from agentrl.cli.boundary import FAILED
+from agentrl.errors import BoundaryError
+from agentrl.training.events import Listener
+from agentrl.types import SandboxSpec
+from envs.sandbox.contract import Backend, ExecRequest
+from envs.sandbox.local import LocalBackend
+from envs.sandbox.plain import PlainBackend
+from envs.sandbox.probe import Finding, probe_machine
+
+OPTIONAL = frozenset({"docker engine", "kubernetes", "GPU"})
+"""A run on this machine does not need them."""
+PACKAGES = ("torch", "transformers", "tokenizers", "sqlalchemy", "pydantic")
+MARKS = {"ok": ("✓", "green"), "degraded": ("!", "yellow"), "missing": ("✗", "red")}
+
+
+def doctor(*, as_json: bool) -> None:
+    """Findings with a fix each; exit code 1 if something needed is missing."""
+    findings = [*probe_machine(), *_packages(), _gpu()]
+    lacking = [f for f in findings if f.status == "missing" and f.name not in OPTIONAL]
+    if as_json:
+        rows = [{**output.jsonable(f), "needed": f.name not in OPTIONAL} for f in findings]
+        output.emit({"ok": not lacking, "findings": rows})
+    else:
+        width = max(len(f.name) for f in findings)
+        for finding in findings:
+            mark, colour = MARKS[finding.status]
+            if finding.status == "missing" and finding.name in OPTIONAL:
+                mark, colour = "–", "dim"
+            output.say(f"[{colour}]{mark}[/] {escape(finding.name):{width}}  {escape(finding.detail)}")
+            if finding.fix:
+                output.say(f"  {'':{width}}  [dim]{escape(finding.fix)}[/]")
+        if lacking:
+            output.say(f"[red]{len(lacking)} missing:[/] {', '.join(escape(f.name) for f in lacking)}")
+        else:
+            output.say("[green]Ready.[/] Try: agentrl quickstart")
+    if lacking:
+        raise typer.Exit(FAILED)
+
+
+def _packages() -> list[Finding]:
+    found = [Finding(name="python", status="ok", detail=platform.python_version())]
+    for name in PACKAGES:
+        try:
+            found.append(Finding(name=name, status="ok", detail=version(name)))
+        except PackageNotFoundError:
+            fix = "Install agentrl again: `pip install -e .`."
+            found.append(Finding(name=name, status="missing", detail="not installed", fix=fix))
+    return found
+
+
+def _gpu() -> Finding:
+    """By the driver's own files; nothing is loaded."""
+    cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    if not cards:
+        return Finding(name="GPU", status="missing", detail="no NVIDIA driver; models run on the CPU")
+    models = [
+        line.partition(":")[2].strip()
+        for c in cards
+        for line in c.read_text().splitlines()
+        if "Model" in line
+    ]
+    return Finding(name="GPU", status="ok", detail=", ".join(models))
+
+
+def bench_sandboxes(backend: str, count: int, commands: int, at_once: int, *, as_json: bool) -> None:
+    """Times of creating, using and closing sandboxes, in milliseconds."""
+    with progress.shown(as_json=as_json) as listener, tempfile.TemporaryDirectory() as folder:
+        listener.begin("sandboxes", total=count, unit="sandboxes")
+        place: Backend = LocalBackend(Path(folder)) if backend == "local" else PlainBackend(Path(folder))
+        if isinstance(place, LocalBackend):
+            place.check()
+        started = time.perf_counter()
+        times, ends = asyncio.run(_bench(place, Path(folder), count, commands, at_once, listener))
+        wall_s = time.perf_counter() - started
+        listener.end()
+    facts = {
+        what: {"p50": _quantile(ms, 0.5), "p95": _quantile(ms, 0.95), "n": len(ms)}
+        for what, ms in times.items()
+    }
+    failed = {end: n for end, n in ends.items() if end != "ok"}
+    if as_json:
+        given = {"backend": backend, "count": count, "commands": commands, "at_once": at_once}
+        output.emit({**given, "wall_s": wall_s, "milliseconds": facts, "ends": ends})
+    else:
+        output.table(
+            ("what", "p50 ms", "p95 ms", "times"),
+            [
+                (what, output.number(f["p50"], 1), output.number(f["p95"], 1), f["n"])
+                for what, f in facts.items()
+            ],
+            numbers=("p50 ms", "p95 ms", "times"),
+        )
+        took = output.duration(wall_s)
+        output.say(f"{count} {backend} sandboxes, {at_once} at once, {commands} commands each: {took}")
+        if failed:
+            output.say(f"[red]ended otherwise:[/] {', '.join(f'{end} {n}' for end, n in failed.items())}")
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+async def _bench(
+    backend: Backend, folder: Path, count: int, commands: int, at_once: int, listener: Listener
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Milliseconds of each operation, and how the sandboxes ended."""
+    times: dict[str, list[float]] = {"ready": [], "exec": [], "close": []}
+    ends: dict[str, int] = {}
+    environment = folder / "environment"
+    environment.mkdir()
+    (environment / "app.py").write_text("print('hello')\n")
+    image = await backend.prepare(str(environment))
+    spec = SandboxSpec(image=image, memory_mib=128, disk_mib=16, pids=32)
+    limit = asyncio.Semaphore(at_once)
+
+    async def one(number: int) -> None:
+        end = "ok"
+        async with limit:
+            try:
+                begun = time.perf_counter()
+                box = await backend.create(spec, image=image, session=f"bench-{number}")
+                times["ready"].append(_since(begun))
+                try:
+                    for command in range(commands):
+                        begun = time.perf_counter()
+                        await box.exec(ExecRequest(exec_id=str(command), command="true"))
+                        times["exec"].append(_since(begun))
+                finally:
+                    begun = time.perf_counter()
+                    await box.close()
+                    times["close"].append(_since(begun))
+            except BoundaryError as error:
+                end = error.code
+        ends[end] = ends.get(end, 0) + 1
+        listener.advance(1)
+
+    try:
+        await asyncio.gather(*(one(number) for number in range(count)))
+    finally:
+        await backend.close()
+    return times, ends
+
+
+def _since(begun: float) -> float:
+    return (time.perf_counter() - begun) * 1000
+
+
+def _quantile(values: list[float], share: float) -> float | None:
+    """The smallest value that at least `share` of the values do not exceed; None without values."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
