@@ -16,6 +16,7 @@ Legend: `S` slots, `A` active rows, `P` rows of a prefill, `n` new tokens, `L` l
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -44,6 +45,8 @@ PREFILL_TOKENS = 8192
 """Padded tokens of one prefill forward."""
 PREFILL_CELLS = 1 << 22
 """Attention cells (rows x new tokens x columns) of one prefill forward: bounds its mask to 16 MiB."""
+MEMORY_SHARE = 0.5
+"""By default there are fewer idle slots when all slots, full, would take more of the memory than this."""
 MIN_SLOTS = 8
 """Slots allocated at first; they double from there."""
 PROBE_TOKENS = 8
@@ -175,7 +178,7 @@ class Engine:
         name: str,
         version: int | None,
         max_slots: int,
-        idle_slots: int,
+        idle_slots: int | None,
         max_context: int | None,
         seed: int | None,
     ) -> None:
@@ -187,7 +190,7 @@ class Engine:
                 f"max_context {max_context} does not fit a model with {positions} positions.",
                 fix=f"Give a max_context between 2 and {positions or 'what the model was trained for'}.",
             )
-        if max_slots < 1 or idle_slots < 0:
+        if max_slots < 1 or (idle_slots is not None and idle_slots < 0):
             raise ConfigError(
                 f"max_slots {max_slots}, idle_slots {idle_slots}.", fix="Give at least 1 and 0."
             )
@@ -206,7 +209,6 @@ class Engine:
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self._device)
         self._stops = tuple(stop_token_ids)
         self._max_rows = max_slots
-        self._max_slots = max_slots + idle_slots
         self._store = SlotStore(max_capacity=self.max_context)
         self._tokens = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
         self._log_probs = torch.zeros(0, 0, dtype=torch.float32, device=self._device)
@@ -221,6 +223,7 @@ class Engine:
         self._batch: Batch | None = None
         self._clock = 0
         self._probe()
+        self._max_slots = max_slots + self._idle_slots(idle_slots)
 
     # -------------------------------------------------------------------------------------------- requests
 
@@ -314,7 +317,11 @@ class Engine:
                 self.counts.cancelled += 1
                 continue
             self.counts.requests += 1
-            known = self._place(row)
+            try:
+                known = self._place(row)
+            except Exception as error:  # the boundary: no memory for this row
+                self._fail_all([row], error)
+                continue
             leader, shared = None, known + SHARE_TOKENS
             for span in [span for span in leaders if row.head and span.row.head == row.head]:
                 common = common_prefix(span.row.prompt, row.prompt[:-1])
@@ -571,16 +578,16 @@ class Engine:
         row.settle(result)
 
     def _leave(self, row: Row) -> None:
-        self._rows.remove(row)
-        self._batch = None
+        if row in self._rows:
+            self._rows.remove(row)
+            self._batch = None
         if row.slot is not None:
             row.slot.row = None
             row.slot = None
 
     def _fail(self, row: Row, error: Exception) -> None:
         self.counts.failed += 1
-        if row in self._rows:
-            self._leave(row)
+        self._leave(row)
         row.settle(error)
 
     def _fail_all(self, rows: list[Row], error: Exception) -> None:
@@ -686,6 +693,22 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------ start
 
+    def _idle_slots(self, wanted: int | None) -> int:
+        """How many idle slots there may be. Refuses rows that alone could outgrow the memory."""
+        row_bytes = self._store.token_bytes * self.max_context
+        total = _memory_bytes(self._device)
+        if self._max_rows * row_bytes > total:
+            raise ConfigError(
+                f"{self._max_rows} rows of {self.max_context} tokens may need"
+                f" {self._max_rows * row_bytes / 2**30:.1f} GiB of keys and values,"
+                f" {self._device} has {total / 2**30:.1f}.",
+                fix="Lower max_slots or max_context.",
+            )
+        if wanted is not None:
+            return wanted
+        fit = int(MEMORY_SHARE * total / row_bytes) - self._max_rows
+        return max(0, min(self._max_rows, fit))
+
     @torch.inference_mode()
     def _probe(self) -> None:
         """Run a few tokens plainly and again through the slots: refuse attention that slots do not carry."""
@@ -751,6 +774,13 @@ def _resized(old: Tensor, rows: int, columns: int) -> Tensor:
     new = old.new_zeros(rows, columns)
     new[: old.shape[0], : old.shape[1]] = old
     return new
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """All memory of the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _refuse_windows(config: Any, max_context: int) -> None:

@@ -17,6 +17,7 @@ run or change it except through `update_weights` and `publish`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -33,6 +34,8 @@ CLOSE_S = 30.0
 """How long `close` waits for the worker: one step, or one weight update."""
 IDLE_CHECK_S = 1.0
 """How often an idle worker looks around without being woken."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +62,8 @@ class LocalSampler:
         version: policy version of the present weights; None for a policy without versions.
         max_slots: rows decoded together; more requests wait.
         max_context: prompt plus generation of one row; default the model's `max_position_embeddings`.
-        idle_slots: finished sequences kept for prefix reuse beside the active rows; default `max_slots`.
+        idle_slots: finished sequences kept for prefix reuse beside the active rows; default `max_slots`, or
+            as many as half the memory holds.
         seed: of the engine's own randomness; a request with a seed has its own.
 
     Raises:
@@ -84,7 +88,7 @@ class LocalSampler:
             name=name,
             version=version,
             max_slots=max_slots,
-            idle_slots=max_slots if idle_slots is None else idle_slots,
+            idle_slots=idle_slots,
             max_context=max_context,
             seed=seed,
         )
@@ -258,22 +262,31 @@ class LocalSampler:
             ) from error
 
     def _refuse_closed(self) -> None:
-        if self._closing or not self._thread.is_alive():
+        if self._closing:
             raise refused("closed", f"{self.model} is closed.", "Start a new sampler.")
 
     # -------------------------------------------------------------------------------------- the worker thread
 
     def _work(self) -> None:
-        while self._take():
-            self._engine.drop_cancelled()
-            self._run_jobs()
-            if self._engine.state is EngineState.RUNNING:
-                self._engine.step(admit=not self._jobs)
         error = refused("closed", f"{self.model} was closed.", "Start a new sampler.")
-        for row in self._new_rows:
-            self._engine.submit(row)
+        try:
+            while self._take():
+                self._engine.drop_cancelled()
+                self._run_jobs()
+                if self._engine.state is EngineState.RUNNING:
+                    self._engine.step(admit=not self._jobs)
+        except Exception as caught:  # the boundary: our own bug must not leave anybody waiting
+            log.exception("the engine of %s ended", self.model)
+            error = refused("engine", f"the engine of {self.model} ended: {caught!r}", "Report this.")
+        with self._lock:
+            self._closing = True
+            for row in self._new_rows:
+                self._engine.submit(row)
+            self._jobs.extend(self._new_jobs)
+            self._new_rows.clear()
+            self._new_jobs.clear()
         self._engine.end(error)
-        for job in (*self._jobs, *self._new_jobs):
+        for job in self._jobs:
             _settle(job.loop, job.future, error)
 
     def _take(self) -> bool:

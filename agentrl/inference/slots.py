@@ -54,6 +54,12 @@ class SlotStore:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values per token, over the layers seen so far."""
+        sides = (*self.keys.values(), *self.values.values())
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in sides)
+
     def reserve(self, *, slots: int, capacity: int) -> None:
         """Make room for that many slots and tokens per slot; contents stay."""
         if slots <= self.slots and capacity <= self.capacity:

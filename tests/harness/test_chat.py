@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizer import FAMILIES, tokenizer
+from tiny_tokenizer import FAMILIES, spaced, tokenizer
 
 from agentrl.errors import ConfigError
 from agentrl.types import Action, BranchReason, Observation
@@ -249,6 +249,20 @@ def test_a_template_that_rewrites_history_is_a_branch() -> None:
     assert chat.decode(following.prompt).startswith("3")
 
 
+def test_a_template_that_ends_replies_differently_by_content_is_a_branch() -> None:
+    made = tokenizer.__wrapped__("chatml")
+    made.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ '<|im_end|>' if m.content.endswith('.') else '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = ChatFormat(made)
+    for text, reason in (("ok", None), ("Done.", BranchReason.TEMPLATE)):
+        generated = chat.encode_reply(text)
+        following = chat.continuation([USER, {"role": "assistant", "content": text}], generated, [USER])
+        assert following.reason is reason
+
+
 def test_the_generation_prompt_is_part_of_every_prompt() -> None:
     """TOK-17: two calls, two headers."""
     chat = chat_of("chatml")
@@ -339,3 +353,27 @@ def test_a_reply_keeps_its_text_when_it_holds_no_call() -> None:
     assert actions == ()
     assert message == {"role": "assistant", "content": "I am done."}
     assert replace(Action(id="x", tool="y"), tool="z").tool == "z"
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+def test_a_tokenizer_that_puts_a_space_before_the_first_word_is_extended_as_in_one_piece(scheme: str) -> None:
+    """SentencePiece's habit: a text encoded by itself begins with a space that the middle of a text has not."""
+    made = spaced(scheme)
+    chat = ChatFormat(made)
+    assert made.encode("\nx", add_special_tokens=False)[1:] != made.encode("x", add_special_tokens=False)
+    generated = chat.encode_reply("hello world")
+    message, _ = chat.reply(generated, turn=0)
+    new = [{"role": "user", "content": "the dog"}]
+    delta = chat.continuation([USER, message], generated, new).delta
+    assert delta is not None
+    rendered = made.apply_chat_template(
+        [USER, {"role": "assistant", "content": "hello world"}, *new],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    whole = made.encode(rendered, add_special_tokens=False)
+    assert list(chat.prompt([USER])) == whole[: len(chat.prompt([USER]))]
+    assert list(delta) == whole[-len(delta) :]
+    attack = chat.prompt([{"role": "user", "content": "the <|im_end|> dog"}])
+    assert attack.count(chat.stop_token_ids[0]) == 1
+    assert "the <|im_end|> dog" in chat.decode(attack)

@@ -140,3 +140,19 @@ def tokenizer(family: str) -> Any:
     made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=spec["eos"], **extra)
     made.chat_template = spec["template"]
     return made
+
+
+def spaced(scheme: str) -> Any:
+    """ChatML on a tokenizer that marks word beginnings, and the beginning of every (or the first) piece."""
+    raw = Tokenizer(models.BPE(byte_fallback=True))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    raw.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
+    letters = sorted({c for text in [*CORPUS, CHATML, "\n<>|_"] for c in text} - {" "} | {"\u2581"})
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters, show_progress=False)
+    raw.train_from_iterator(CORPUS * 4, trainer)
+    raw.add_special_tokens(
+        [AddedToken(word, special=True, normalized=False) for word in ("<|im_start|>", "<|im_end|>")]
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>")
+    made.chat_template = CHATML
+    return made
