@@ -71,7 +71,7 @@ class LocalBackend:
     backend."""
 
     def __init__(self, state_dir: Path | None = None, *, python: str | None = None) -> None:
-        self._state = state_dir or Path.home() / ".local" / "state" / "agentrl"
+        self._state = (state_dir or Path.home() / ".local" / "state" / "agentrl").absolute()
         self._python = python or base_python()
         root = (
             os.geteuid() == 0 and ns.has_capability(ns.CAP_SYS_ADMIN) and ns.maps_range(UID_BASE, zygote.IDS)
