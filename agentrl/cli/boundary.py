@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
+import select
 import sys
+import traceback
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -30,7 +32,6 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         from agentrl.config import environment
         from agentrl.errors import AgentRLError
 
-        debug = environment("DEBUG") == "1"
         try:
             return command(*args, **kwargs)
         except typer.Exit:
@@ -38,22 +39,18 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt:
             _tell("Stopped.")
             raise typer.Exit(STOPPED) from None
-        except BrokenPipeError:
-            _let_go()
-            raise typer.Exit(0) from None
-        except AgentRLError as error:
-            if debug:
-                raise
-            _tell(str(error))
-            raise typer.Exit(error.exit_code) from None
-        except OSError as error:
-            if debug:
-                raise
-            _tell(_about_file(error))
-            raise typer.Exit(USER if error.filename is not None else FAILED) from None
-        except Exception as error:  # the outermost boundary: ours, and said so
-            if debug:
-                raise
+        except Exception as error:  # the outermost boundary
+            if isinstance(error, BrokenPipeError) and _reader_gone():
+                _let_go()
+                raise typer.Exit(0) from None
+            if environment("DEBUG") == "1":
+                traceback.print_exception(error)
+            if isinstance(error, AgentRLError):
+                _tell(str(error))
+                raise typer.Exit(error.exit_code) from None
+            if isinstance(error, OSError):
+                _tell(_about_file(error))
+                raise typer.Exit(USER if error.filename is not None else FAILED) from None
             told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             _tell(f"Internal error, {told}. Set AGENTRL_DEBUG=1 for the traceback and report it.")
             raise typer.Exit(FAILED) from None
@@ -70,6 +67,17 @@ def _about_file(error: OSError) -> str:
 
 def _tell(sentence: str) -> None:
     sys.stderr.write(f"agentrl: {' '.join(sentence.split())}\n")
+
+
+def _reader_gone() -> bool:
+    """Whether it is our own stdout that nobody reads, and not some pipe of a sandbox."""
+    try:
+        watched = sys.stdout.fileno()
+    except OSError:
+        return False
+    poll = select.poll()
+    poll.register(watched, select.POLLERR)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _let_go() -> None:

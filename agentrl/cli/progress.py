@@ -31,7 +31,7 @@ Clock = Callable[[], float]
 
 TITLES = {
     "tasks": "Tasks",
-    "demonstrations": "Demonstrations",
+    "demonstration": "Demonstrations",
     "imitation": "Imitation",
     "heldout_before": "Held-out, before",
     "train": "Reinforcement",

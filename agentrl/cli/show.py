@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from agentrl.cli.output import duration, number, out
-from agentrl.training.view import EVIDENCE_MEANS, ActionView, TrajectoryView, TurnView, call_text
+from agentrl.training.view import EVIDENCE_MEANS, ActionView, TrajectoryView, TurnView, call_text, visible
 from agentrl.types import Evidence
 
 INDENT = 4
@@ -40,18 +40,22 @@ def _lines(t: TrajectoryView) -> Iterator[str | Text]:
     yield f"[bold]made by[/] {escape(maker)}"
     if t.instruction:
         yield "[bold]instruction[/]"
-        yield Text(t.instruction.strip())
+        yield _content(t.instruction)
     for turn in t.turns:
         yield ""
         yield _head(turn)
         if turn.branch_reason is not None:
             yield f"  [yellow]new branch: {turn.branch_reason}[/]"
         if turn.text is not None:
-            yield Text(turn.text.rstrip("\n"), style="cyan")
+            yield _content(turn.text, "cyan")
         for action in turn.actions:
             yield from _action(action, parsed=turn.text is None)
     yield ""
     yield from _verdict(t)
+
+
+def _content(text: str, style: str = "") -> Text:
+    return Text(visible(text).rstrip("\n"), style=style)
 
 
 def _head(turn: TurnView) -> str:
@@ -71,13 +75,13 @@ def _head(turn: TurnView) -> str:
 
 def _action(action: ActionView, *, parsed: bool) -> Iterator[str | Text]:
     if parsed:
-        yield Text(call_text(action.tool, action.arguments), style="cyan")
+        yield _content(call_text(action.tool, action.arguments), "cyan")
     colour = "red" if action.error is not None or action.is_error else "dim"
     yield f"  → [bold]{escape(action.tool)}[/] [{colour}]{escape(action.outcome)}[/]"
     if action.error is not None and action.observation is None:
-        yield Text(action.error)
+        yield _content(action.error)
     if action.observation is not None:
-        yield Text(action.observation.rstrip("\n"))
+        yield _content(action.observation)
     if action.truncated_bytes:
         yield f"  [dim]{action.truncated_bytes} bytes were not shown to the model[/]"
 

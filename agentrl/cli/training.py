@@ -84,8 +84,11 @@ def _toml(text: str) -> str:
 def _run(config: RunConfig, *, resume: bool, as_json: bool) -> None:
     with progress.shown(as_json=as_json) as listener:
         listener.note(f"Run {config.run.name} in {config.run.folder}; loading the learner.")
+        from transformers.utils.logging import disable_progress_bar
+
         from services import trainer
 
+        disable_progress_bar()  # every reload of the sampler's weights would draw one over ours
         done = trainer.train(config, listener=listener, resume=resume)
     heldout = {"n": done.heldout_n, "before": done.heldout_before, "after": done.heldout_after}
     if as_json:

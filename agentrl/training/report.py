@@ -234,7 +234,8 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 def clipped(text: str, limit: int = SHOWN_TEXT) -> str:
-    """The head and the tail of a long text, and how much is left out."""
+    """The head and the tail of a long text, and how much is left out. Control characters become pictures."""
+    text = view.visible(text)
     if len(text) <= limit:
         return text
     head, tail = text[: limit * 2 // 3], text[-limit // 3 :]

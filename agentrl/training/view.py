@@ -38,6 +38,10 @@ EVIDENCE_MEANS: Mapping[EvidenceKey, str] = {
 """What each link of the chain of evidence says."""
 
 
+_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
+_PICTURES |= dict.fromkeys(range(128, 160), 65533)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionView:
     """One action and what it caused."""
@@ -192,6 +196,12 @@ def load(store: Store, trajectory_id: str, *, decode: Decode | None = None) -> T
         seconds=trajectory.finished_at - trajectory.started_at,
         metadata=trajectory.metadata,
     )
+
+
+def visible(text: str) -> str:
+    """Control characters as their pictures (`␛`), so that what a policy wrote can not steer a terminal.
+    Newlines and tabs stay."""
+    return text.translate(_PICTURES)
 
 
 def call_text(tool: str, arguments: Mapping[str, Any]) -> str:

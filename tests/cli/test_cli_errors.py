@@ -66,6 +66,7 @@ def test_usage_errors_end_with_2(words: tuple[str, ...], typed) -> None:
         (SandboxError("The kernel refuses."), 1, "The kernel refuses."),
         (PermissionError(13, "Permission denied", "/there"), 2, "/there: Permission denied."),
         (OSError(28, "No space left on device"), 1, "No space left on device."),
+        (BrokenPipeError(32, "Broken pipe"), 1, "The system refused: Broken pipe."),
         (KeyError("x"), 1, "Internal error, KeyError: 'x'."),
         (KeyboardInterrupt(), 130, "Stopped."),
     ],
@@ -84,15 +85,19 @@ def test_each_error_has_its_exit_code(error: BaseException, code: int, says: str
     assert told.count("\n") == 1
 
 
-def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugging_shows_the_traceback_too(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv("AGENTRL_DEBUG", "1")
 
     @guarded
     def command() -> None:
-        raise ConfigError("no")
+        raise ConfigError("This is wrong.")
 
-    with pytest.raises(ConfigError):
+    with pytest.raises(typer.Exit) as stopped:
         command()
+    assert stopped.value.exit_code == 2
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert told.endswith("agentrl: This is wrong.\n")
 
 
 def test_a_reader_that_goes_away_is_no_error(here) -> None:

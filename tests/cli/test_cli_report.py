@@ -168,6 +168,10 @@ def test_config_is_shown_as_toml_without_what_is_not_set() -> None:
     assert config_text({"a": {"x": 1, "y": None, "b": {"z": "s"}}}) == '[a]\nx = 1\n\n[a.b]\nz = "s"'
 
 
+def test_control_characters_are_shown_and_not_obeyed() -> None:
+    assert clipped("a\x1b[2Jb\tc\nd\x07\x9b") == "a␛[2Jb\tc\nd␇\ufffd"
+
+
 def test_long_text_keeps_head_and_tail() -> None:
     assert clipped("abc", 3) == "abc"
     assert clipped("a" * 20 + "b" * 10, 9) == "aaaaaa\n… 21 characters left out …\nbbb"
