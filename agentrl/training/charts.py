@@ -48,9 +48,9 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number for an axis: `0.2`, `12k`, `3e-05`."""
+    """A number for an axis: `0.2`, `12k`, `3.1e-05`."""
     if value and abs(value) < 1e-3:
-        return f"{value:.0e}"
+        return f"{value:.1e}"
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k"
     return f"{value:g}"
@@ -196,6 +196,8 @@ def pairs(
 
 def _bounds(ys: Sequence[float]) -> Point:
     low, high = min(ys), max(ys)
+    if low == high == 0:
+        return 0.0, 1.0
     if low == high:
         pad = abs(low) * 0.1 or 1.0
         return low - pad, high + pad
