@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -352,12 +351,11 @@ def test_a_reply_keeps_its_text_when_it_holds_no_call() -> None:
     message, actions = chat.reply(chat.encode_reply("I am done."), turn=3)
     assert actions == ()
     assert message == {"role": "assistant", "content": "I am done."}
-    assert replace(Action(id="x", tool="y"), tool="z").tool == "z"
 
 
 @pytest.mark.parametrize("scheme", ["always", "first"])
 def test_a_tokenizer_that_puts_a_space_before_the_first_word_is_extended_as_in_one_piece(scheme: str) -> None:
-    """SentencePiece's habit: a text encoded by itself begins with a space that the middle of a text has not."""
+    """SentencePiece's habit: a text by itself begins with a space that the middle of a text has not."""
     made = spaced(scheme)
     chat = ChatFormat(made)
     assert made.encode("\nx", add_special_tokens=False)[1:] != made.encode("x", add_special_tokens=False)

@@ -269,10 +269,6 @@ def test_a_session_that_never_opens_leaves_a_signed_verdict_without_reward(phase
     assert all(e.holds is None for e in trajectory.verdict.evidence)
 
 
-class Liar(ScriptedSampler):
-    """An engine whose answers are not what they should be."""
-
-
 @pytest.mark.parametrize(
     ("code", "change"),
     [
