@@ -143,6 +143,14 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_gets_its_name_by_a_rename_and_not_by_a_copy(tmp_path: Path) -> None:
+    with files.whole_folder(tmp_path / "f") as work:
+        (work / "a").write_text("x")
+        inode = work.stat().st_ino
+        assert not (tmp_path / "f").exists()
+    assert (tmp_path / "f").stat().st_ino == inode
+
+
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     path = tmp_path / "pointer"
     files.write_whole(path, b"a" * 10)

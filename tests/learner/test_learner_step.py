@@ -132,6 +132,47 @@ def test_every_mini_batch_steps_with_its_own_denominator() -> None:
     assert any(losses[1] == pytest.approx(p, rel=1e-5) for p in single)
 
 
+def test_the_loss_of_a_mini_batch_is_that_of_a_step_on_its_groups_alone() -> None:
+    """Token mean over each window's own tokens, although advantages were made from the whole batch."""
+    groups = some_groups(n=2)
+    config = replace(PLAIN, learning_rate=0.0)
+    alone = [Learner(given.model(), CISPO, config).update([g], version=0) for g in groups]
+    both = Learner(given.model(), CISPO, replace(config, mini_batches=2)).update(groups, version=0)
+    expected = sum(r.metrics["loss/policy"] for r in alone) / 2
+    assert both.metrics["loss/policy"] == pytest.approx(expected, rel=1e-5)
+    assert abs(alone[0].metrics["loss/policy"] - alone[1].metrics["loss/policy"]) > 1e-3
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_trajectories_that_are_not_computed_stay_in_the_denominator(mini_batches: int) -> None:
+    """Baseline 1: members of reward 1 have advantage 0. Their tokens count, computed or not."""
+    recipe = replace(CISPO, advantage=choose("constant_baseline", baseline=1.0))
+    config = replace(PLAIN, learning_rate=0.0, mini_batches=mini_batches)
+    skipped, computed = (
+        Learner(given.model(), recipe, replace(config, skip_zero_advantage=skip)).update(
+            some_groups(n=1, size=6), version=0
+        )
+        for skip in (True, False)
+    )
+    assert skipped.metrics["batch/row_tokens"] < computed.metrics["batch/row_tokens"]
+    sums = [r.metrics["loss/policy"] * r.taken for r in (skipped, computed)]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5)
+    assert abs(sums[0]) > 1e-3
+
+
+def test_no_split_changes_the_gradient_of_imitation() -> None:
+    demos = [t for g in some_groups(n=1) for t in g.trajectories]
+    moved = []
+    for budget in (1, 100, 10_000):
+        model = given.model(dtype=torch.float64)
+        before = torch.cat(weights(model)[0].unbind())
+        learner = Learner(model, CISPO, replace(PLAIN, packing=Packing(token_budget=budget)))
+        learner.imitate(demos, mini_batch=100, schedule="constant")
+        moved.append(torch.cat(weights(model)[0].unbind()) - before)
+    for other in moved[1:]:
+        torch.testing.assert_close(other, moved[0], rtol=1e-7, atol=1e-10)
+
+
 def test_mini_batches_and_epochs_take_their_optimizer_steps_and_cover_everything() -> None:
     groups = some_groups(n=5)
     learner = Learner(given.model(), GRPO, LearnerConfig(mini_batches=2, epochs=3, max_mismatch=None))
@@ -506,6 +547,21 @@ def test_the_value_of_an_action_after_an_observation_has_seen_it_and_no_earlier_
     one, other = values([7, 8]), values([9, 10])
     assert torch.equal(one[:2], other[:2])
     assert (one[2:] - other[2:]).abs().min() > 1e-4
+
+
+def test_the_value_of_an_action_has_not_seen_the_action() -> None:
+    learner = Learner(given.model(), PPO, PLAIN)
+    assert learner.critic is not None
+    torch.nn.init.normal_(learner.critic.head.linear.weight)
+    found = []
+    for first in (3, 30):
+        (micro,) = pack([build(given.trajectory([given.call("a", [1, 2], [first, 4, 5])]))], Packing())
+        with torch.no_grad():
+            found.append(learner._pass_values(micro))
+    one, other = found
+    assert torch.equal(one["values_N"][:1], other["values_N"][:1])
+    assert (one["values_N"][1:] - other["values_N"][1:]).abs().min() > 1e-4
+    assert (one["bootstrap_S"] - one["values_N"][-1:]).abs().min() > 1e-4, "the end is after the last action"
 
 
 def test_a_truncated_trajectory_bootstraps_from_its_end_state_and_a_finished_one_does_not() -> None:
