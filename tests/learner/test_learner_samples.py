@@ -239,6 +239,6 @@ def test_building_is_linear_in_the_tokens() -> None:
         build(trajectory)
         return time.perf_counter() - started
 
-    seconds(50)
-    short, long = min(seconds(100) for _ in range(3)), min(seconds(800) for _ in range(3))
+    seconds(30)
+    short, long = min(seconds(60) for _ in range(3)), min(seconds(480) for _ in range(3))
     assert long < 8 * short * 4, f"8 times the tokens took {long / short:.0f} times as long"
