@@ -165,19 +165,26 @@ def _look_back(
 def _copy(
     attention: Any, content: torch.Tensor, channels: torch.Tensor, identity: int, head_dim: int
 ) -> None:
-    """Head 0: this token and the one before it, compared with the two tokens before each earlier position; the
-    value is the token at that position, written back as a prediction of itself."""
-    head = slice(0, head_dim)
-    scale = math.sqrt(MATCH_SHARPNESS * math.sqrt(head_dim))
-    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-        projection.weight[head] = 0.0
-        projection.bias[head] = 0.0
+    """Head 0: this token and the one before it, compared with the two tokens before each earlier position. The others
+    begin without a preference: they compare something that is still to be learned with the token before each earlier
+    position. The value of all of them is the token at the position found, written back as a prediction of itself."""
     first, second = channels[:BACK_1], channels[BACK_1 : BACK_1 + BACK_2]
-    attention.q_proj.weight[first, :identity] = content * scale
-    attention.k_proj.weight[first, identity : identity + BACK_1] = torch.eye(BACK_1) * scale
-    attention.q_proj.weight[second, identity : identity + BACK_2] = torch.eye(BACK_2) * scale
-    attention.k_proj.weight[second, identity + BACK_1 :] = torch.eye(BACK_2) * scale
-    copied = torch.linalg.qr(torch.randn(identity, head_dim))[0].T
-    attention.v_proj.weight[head, :identity] = copied
-    attention.o_proj.weight[:, head] = 0.0
-    attention.o_proj.weight[:identity, head] = copied.T * COPY_GAIN
+    scale = math.sqrt(MATCH_SHARPNESS * math.sqrt(head_dim))
+    heads = attention.q_proj.weight.shape[0] // head_dim
+    for head in range(heads):
+        rows = slice(head * head_dim, (head + 1) * head_dim)
+        query, key = attention.q_proj.weight[rows], attention.k_proj.weight[rows]
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            projection.bias[rows] = 0.0
+        key.zero_()
+        key[first, identity : identity + BACK_1] = torch.eye(BACK_1) * scale
+        if head == 0:
+            query.zero_()
+            query[first, :identity] = content * scale
+            query[second, identity : identity + BACK_2] = torch.eye(BACK_2) * scale
+            key[second, identity + BACK_1 :] = torch.eye(BACK_2) * scale
+        copied = torch.linalg.qr(torch.randn(identity, head_dim))[0].T
+        attention.v_proj.weight[rows] = 0.0
+        attention.v_proj.weight[rows][:, :identity] = copied
+        attention.o_proj.weight[:, rows] = 0.0
+        attention.o_proj.weight[:identity, rows] = copied.T * (COPY_GAIN if head == 0 else COPY_GAIN / 2)

@@ -111,7 +111,9 @@ def tokenizer(config: RunConfig, folder: RunFolder, suite: Sequence[Task]) -> An
 
 def _texts(suite: Sequence[Task]) -> list[str]:
     """What a small tokenizer learns its pieces from: instructions, files and the calls that will be made."""
-    texts = [SYSTEM_PROMPT, *(tool_call(name) for name in sorted({n for t in suite for n in t.tools}))]
+    names = sorted({name for task in suite for name in task.tools})
+    texts = [SYSTEM_PROMPT, "Tools: " + " ".join(names), *(tool_call(name) for name in names)]
+    texts += ["system\nuser\nassistant\ntool\n"] * len(suite)
     for task in suite:
         texts.append(task.instruction)
         for file in sorted((Path(task.path) / "environment").rglob("*.py")):
