@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import resource
 import subprocess
@@ -39,6 +40,8 @@ from agentrl.learner.samples import build
 from agentrl.learner.step import Learner, LearnerConfig
 from agentrl.types import Group
 
+QUIET = os.environ | {"OMP_WAIT_POLICY": "passive"}
+"""Threads that wait by spinning make everything several times slower when the machine is not idle."""
 VARIANTS = ("bare", "plain", "padded", "packed", "shared")
 
 
@@ -192,7 +195,7 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     for variant in VARIANTS:
         command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600, env=QUIET)
         found[variant] = json.loads(done.stdout.splitlines()[-1])
         one, plain = found[variant], found.get("plain", found[variant])
         print(
