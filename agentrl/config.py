@@ -1,6 +1,7 @@
 """One run file, one page: what a run is, strictly typed. A typo is an error that names the nearest key.
 
-A run file is TOML. Sections are the classes below; every key has a default, so a run file says only what differs.
+A run file is TOML. Sections are the classes below; every key has a default, so a run file says only what
+differs.
 `load` reads a file, lays `--set section.key=value` over it and refuses what is unknown or impossible before
 anything starts. Environment variables are read here and nowhere else.
 """
@@ -38,6 +39,9 @@ class RunSection(_Section):
     """Folder of everything the run leaves; empty: `runs/<name>`."""
     store: str = ""
     """Store URL (`postgresql://…`, `sqlite:///…`); empty: `<dir>/store.db`."""
+    threads: NonNegative = 0
+    """Threads of the CPU learner and sampler; 0: as many as torch takes. Small policies want 1: several
+    threads wait for each other longer than they compute."""
 
     @property
     def folder(self) -> Path:
@@ -58,7 +62,8 @@ class TasksSection(_Section):
     heldout: Positive = 96
     """Tasks to generate that are never trained on."""
     admission: Literal["light", "full", "stored"] = "light"
-    """`full`: solution and empty attempt three times, and the exploit battery. `light`: once, for generated suites.
+    """`full`: solution and empty attempt three times, and the exploit battery. `light`: once, for generated
+    suites.
     `stored`: only what an earlier validation left in the store."""
 
 
@@ -67,14 +72,15 @@ class SandboxSection(_Section):
 
     backend: BackendName = "local"
     fall_back_to_plain: bool = False
-    """Where the kernel refuses isolation, go on with plain subprocesses and a notice; verdicts say so. Only for
-    tasks that are the run's own."""
+    """Where the kernel refuses isolation, go on with plain subprocesses and a notice; verdicts say so. Only
+    for tasks that are the run's own."""
     concurrency: Positive = 32
     """Attempts alive at once."""
 
 
 class SmallPolicy(_Section):
-    """A Llama-architecture model built in the run, with its tokenizer, for machines without a model or a GPU."""
+    """A Llama-architecture model built in the run, with its tokenizer, for machines without a model or a
+    GPU."""
 
     hidden_size: Positive = 160
     layers: Annotated[int, Field(ge=2)] = 3
@@ -99,9 +105,9 @@ class ColdstartSection(_Section):
     demonstrations: NonNegative = 0
     """How many to record; 0: no cold start."""
     epochs: Positive = 8
-    batch: Positive = 8
+    batch: Positive = 4
     """Trajectories per optimizer step."""
-    learning_rate: Annotated[float, Field(gt=0)] = 2e-3
+    learning_rate: Annotated[float, Field(gt=0)] = 1.5e-3
     run_tests: Share = 0.3
     """How often the demonstrator runs the tests after an edit instead of submitting."""
     retry: Share = 0.4
@@ -119,7 +125,8 @@ class RolloutSection(_Section):
     max_tokens: Positive = 1024
     """Generated tokens of one call."""
     max_lag: NonNegative = 0
-    """Staleness bound in policy versions. 0: synchronous. n: sampling runs up to n updates ahead of training."""
+    """Staleness bound in policy versions. 0: synchronous. n: sampling runs up to n updates ahead of
+    training."""
 
 
 class TrainSection(_Section):
@@ -136,6 +143,7 @@ class TrainSection(_Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     warmup_steps: NonNegative = 0
+    adam_beta2: Annotated[float, Field(gt=0, lt=1)] = 0.999
     mini_batches: Positive = 1
     epochs: Positive = 1
     token_budget: Positive = 16_384
@@ -183,7 +191,8 @@ class RunConfig(_Section):
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """A run file with `section.key=value` overrides laid over it. Raises `ConfigError`, one sentence, nearest key."""
+    """A run file with `section.key=value` overrides laid over it. Raises `ConfigError`, one sentence,
+    nearest key."""
     file = Path(path)
     try:
         data = tomllib.loads(file.read_text())
@@ -196,7 +205,9 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     return parse(data, overrides, where=str(file))
 
 
-def parse(data: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "the run file") -> RunConfig:
+def parse(
+    data: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "the run file"
+) -> RunConfig:
     """Already read data, validated. Raises `ConfigError`."""
     merged: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}
     for override in overrides:
@@ -211,7 +222,9 @@ def _lay_over(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
     if not equals or len(path) < 2 or not all(path):
-        raise ConfigError(f"'{override}' is not of the form section.key=value.", fix="Example: train.updates=30")
+        raise ConfigError(
+            f"'{override}' is not of the form section.key=value.", fix="Example: train.updates=30"
+        )
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
@@ -245,7 +258,11 @@ def _keys(path: Sequence[str]) -> list[str]:
 
 def _nearest_file(file: Path) -> str:
     here = [p.name for p in file.parent.glob("*.toml")] if file.parent.is_dir() else []
-    return nearest(file.name, here) if here else "Give the path of a run file, such as deploy/runs/quickstart.toml."
+    return (
+        nearest(file.name, here)
+        if here
+        else "Give the path of a run file, such as deploy/runs/quickstart.toml."
+    )
 
 
 def key_table() -> list[tuple[str, str, str]]:

@@ -1,8 +1,8 @@
 """The exception tree: one class per boundary crossed, and every message says what to do next.
 
-`ConfigError` is the user's, a `BoundaryError` is the world's, a bare `AssertionError` is ours. A boundary error
-carries the `Fault` that is recorded when it ends a trajectory, so that the owner is decided where the evidence
-is, never later from text.
+`ConfigError` is the user's, a `BoundaryError` is the world's, a bare `AssertionError` is ours. A boundary
+error carries the `Fault` that is recorded when it ends a trajectory, so that the owner is decided where the
+evidence is, never later from text.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class TaskError(BoundaryError):
 
 
 class ModelError(BoundaryError):
-    """The policy server failed or answered something that is not evidence (no ids, no log-probs, a wrong echo)."""
+    """The policy server failed or answered something that is not evidence (no ids, no log-probs, a wrong
+    echo)."""
 
     owner: FaultOwner = "model"
     code = "model"

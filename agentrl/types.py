@@ -1,8 +1,9 @@
-"""The records: one definition for wire, disk and memory. Frozen, slotted, keyword-only, validated, unknown keys
-refused. A new type at each stage; nothing is written into a record after it is made.
+"""The records: one definition for wire, disk and memory. Frozen, slotted, keyword-only, validated, unknown
+keys refused. A new type at each stage; nothing is written into a record after it is made.
 
-Legend used in all docstrings: `T` tokens of one call, `N` action (sampled) tokens of a batch in sampled order,
-`S` trajectories, `G` members of a group. Log-probs are natural logs in float32; times are Unix seconds.
+Legend used in all docstrings: `T` tokens of one call, `N` action (sampled) tokens of a batch in sampled
+order, `S` trajectories, `G` members of a group. Log-probs are natural logs in float32; times are Unix
+seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def _adapter(record_type: type[Any]) -> TypeAdapter[Any]:
 
 
 def to_json(record: object) -> bytes:
-    """Canonical JSON of a record: compact, field order of the class, no NaN. The input of every content hash."""
+    """Canonical JSON of a record: compact, field order of the class, no NaN. The input of every content
+    hash."""
     return _adapter(type(record)).dump_json(record)
 
 
@@ -96,7 +98,8 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
 class SandboxSpec:
-    """What a task asks of its sandbox. All limits are mandatory: a sandbox without one is a programming error."""
+    """What a task asks of its sandbox. All limits are mandatory: a sandbox without one is a programming
+    error."""
 
     image: str
     """Backend-neutral image name; for folder-built images `dir:<sha256 of the environment folder>`."""
@@ -111,7 +114,8 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
 class GraderSpec:
-    """How a task is graded. `tests`: outcomes by name from our runner; `script`: the Harbor contract (tests/test.sh)."""
+    """How a task is graded. `tests`: outcomes by name from our runner; `script`: the Harbor contract
+    (tests/test.sh)."""
 
     kind: Literal["tests", "script"]
     fail_to_pass: tuple[str, ...] = ()
@@ -189,7 +193,8 @@ class BranchReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
 class SamplingParams:
-    """How tokens were drawn. `top_p`, `top_k` other than off make log-probs those of a truncated distribution."""
+    """How tokens were drawn. `top_p`, `top_k` other than off make log-probs those of a truncated
+    distribution."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """0 means greedy."""
@@ -219,9 +224,10 @@ class VersionSpan:
 class ModelCall:
     """One request to the policy: what it saw, what it sampled, with which probability, from which version.
 
-    The prompt is stored as a delta: `prompt = (parent.prompt + parent.generation)[:prompt_keep] + prompt_delta`
-    (`Trajectory.prompt_ids` rebuilds it). `prompt_keep == len(parent.prompt) + len(parent.generation)` means that the
-    call extends its parent; anything less is a branch and has a `branch_reason`.
+    The prompt is stored as a delta: `prompt = (parent.prompt + parent.generation)[:prompt_keep] +
+    prompt_delta` (`Trajectory.prompt_ids` rebuilds it). `prompt_keep == len(parent.prompt) +
+    len(parent.generation)` means that the call extends its parent; anything less is a branch and has a
+    `branch_reason`.
 
     Worked example: call a: parent None, keep 0, delta (9, 4), generation (7, 2). Call b extends it with an
     observation (5, 4): parent a, keep 4, delta (5, 4); its prompt is (9, 4, 7, 2, 5, 4).
@@ -236,8 +242,10 @@ class ModelCall:
     branch_reason: BranchReason | None = None
     generation_token_ids: tuple[TokenId, ...]
     generation_log_probs: tuple[float | None, ...] | None
-    """One per generated token. None for the whole call: the sampler has none (a scripted demonstrator). None at one
-    token: the engine reported -inf or nothing there; that token can not enter a loss. Never 0.0 as a placeholder."""
+    """One per generated token. None for the whole call: the sampler has none (a scripted demonstrator).
+    None at one
+    token: the engine reported -inf or nothing there; that token can not enter a loss. Never 0.0 as a
+    placeholder."""
     log_prob_kind: LogProbKind | None
     policy_versions: tuple[VersionSpan, ...]
     """Run-length coded, covering all generated tokens; empty when the sampler has no version."""
@@ -282,7 +290,8 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
 class Action:
-    """What the harness made of sampled tokens: a tool call, or a format error (`error` says what was unusable)."""
+    """What the harness made of sampled tokens: a tool call, or a format error (`error` says what was
+    unusable)."""
 
     id: str
     tool: str
@@ -329,12 +338,13 @@ class Turn:
             raise ValueError("observations must answer the actions one by one, in order")
 
 
-# --------------------------------------------------------------------------------------------- faults, verdicts
+# ------------------------------------------------------------------------------------------- faults, verdicts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
 class Fault:
-    """Something that went wrong, and whose it is. The owner is never read off stdout, stderr or an exit code."""
+    """Something that went wrong, and whose it is. The owner is never read off stdout, stderr or an exit
+    code."""
 
     owner: FaultOwner
     code: str
@@ -411,7 +421,7 @@ class Verdict:
             raise ValueError("no reward needs a fault that says why")
 
 
-# ------------------------------------------------------------------------------------------------ trajectories
+# ----------------------------------------------------------------------------------------------- trajectories
 
 
 class Termination(StrEnum):
@@ -438,8 +448,14 @@ class Termination(StrEnum):
 
     @property
     def truncated(self) -> bool:
-        """Ended by a budget while the environment was healthy: the state has a future, so its value bootstraps."""
-        return self in (Termination.MAX_TURNS, Termination.MAX_TOKENS, Termination.CONTEXT_FULL, Termination.WALL_CLOCK)
+        """Ended by a budget while the environment was healthy: the state has a future, so its value
+        bootstraps."""
+        return self in (
+            Termination.MAX_TURNS,
+            Termination.MAX_TOKENS,
+            Termination.CONTEXT_FULL,
+            Termination.WALL_CLOCK,
+        )
 
     @property
     def terminated(self) -> bool:
@@ -449,7 +465,8 @@ class Termination(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
 class Trajectory:
-    """Everything one attempt at one task left behind. `calls` is a tree in sampled order: parents before children."""
+    """Everything one attempt at one task left behind. `calls` is a tree in sampled order: parents before
+    children."""
 
     id: str
     task_id: str
@@ -484,7 +501,8 @@ class Trajectory:
         for turn in self.turns:
             if turn.call_id not in length:
                 raise ValueError(f"turn of unknown call {turn.call_id}")
-        if self.termination is Termination.FAULT and (self.verdict.fault is None or self.verdict.reward is not None):
+        unscored = self.verdict.fault is not None and self.verdict.reward is None
+        if self.termination is Termination.FAULT and not unscored:
             raise ValueError("a trajectory ended by a fault has that fault and no reward")
 
     @property
@@ -502,7 +520,8 @@ class Trajectory:
         limit: int | None = None
         while call is not None:
             start = call.prompt_keep
-            tail = call.prompt_delta if limit is None and not pieces else call.prompt_delta + call.generation_token_ids
+            last = limit is None
+            tail = call.prompt_delta if last else call.prompt_delta + call.generation_token_ids
             if limit is None:
                 pieces.append(tail)
                 limit = start
@@ -529,7 +548,7 @@ class Group:
                 raise ValueError(f"trajectory {t.id} is of task {t.task_id}, group {t.group_id}")
 
 
-# ---------------------------------------------------------------------------------------------------- versions
+# --------------------------------------------------------------------------------------------------- versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)

@@ -44,7 +44,7 @@ class Demonstrator:
         missing = [key for key in KEYS if key not in task.metadata]
         if missing:
             raise ConfigError(
-                f"Task {task.id} has no {', '.join(missing)} under [metadata.agentrl]: it can not be demonstrated.",
+                f"Task {task.id} has no {', '.join(missing)} under [metadata.agentrl] to demonstrate from.",
                 fix="Use the generated suite swe_mini, or set coldstart.demonstrations = 0.",
             )
         self._task = task

@@ -9,7 +9,7 @@ exactly once, unless the caller cancels.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +96,7 @@ async def run(
 
 async def run_many(
     requests: Iterable[GroupRequest], make: MakeAttempt, *, concurrency: int, max_reruns: int = MAX_RERUNS
-) -> AsyncIterator[GroupOutcome]:
+) -> AsyncGenerator[GroupOutcome]:
     """Groups as they finish, at most `concurrency` attempts at once.
 
     `requests` may be endless: a group is taken from it only when its members find room. Close the iterator

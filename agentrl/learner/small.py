@@ -1,15 +1,16 @@
-"""A small policy built in the run: a byte-level tokenizer made from given texts, and a Llama-architecture model that
-begins with the two circuits that copying needs.
+"""A small policy built in the run: a byte-level tokenizer made from given texts, and a Llama-architecture
+model that begins with the two circuits that copying needs.
 
-A transformer of a million weights learns from a few hundred demonstrations only what is easy to find by gradient;
-attending to "what came after the last time I saw this" is known to appear late and suddenly (induction heads, arXiv
-2209.11895). So the model starts with them: in the first layer two heads that look one and two tokens back and write
-what they see into reserved dimensions, in the second layer one head that looks for the same two tokens earlier in the
-context and copies what followed. Everything else is random; what to copy, when, and what to do is learned. All of it
-stays an ordinary `LlamaForCausalLM` that any Hugging Face reader loads, and every weight is trained.
+A transformer of a million weights learns from a few hundred demonstrations only what is easy to find by
+gradient; attending to "what came after the last time I saw this" is known to appear late and suddenly
+(induction heads, arXiv 2209.11895). So the model starts with them: in the first layer two heads that look
+one and two tokens back and write what they see into reserved dimensions, in the second layer one head that
+looks for the same two tokens earlier in the context and copies what followed. Everything else is random;
+what to copy, when, and what to do is learned. All of it stays an ordinary `LlamaForCausalLM` that any
+Hugging Face reader loads, and every weight is trained.
 
-The tokenizer keeps identifiers, operators with their spaces and the glue of JSON tool calls in one piece, so that a
-line of code has the same ids in a file and inside a tool call. It is lossless on any bytes.
+The tokenizer keeps identifiers, operators with their spaces and the glue of JSON tool calls in one piece,
+so that a line of code has the same ids in a file and inside a tool call. It is lossless on any bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ TOOL_CALL = ("<tool_call>", "</tool_call>")
 
 TEMPLATE = (
     "{%- macro names() %}Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{% endmacro %}"
-    "{%- if tools and messages[0].role != 'system' %}{{- '<|im_start|>system\n' + names() + '<|im_end|>\n' }}{%- endif %}"
+    "{%- if tools and messages[0].role != 'system' %}"
+    "{{- '<|im_start|>system\n' + names() + '<|im_end|>\n' }}{%- endif %}"
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\n' + message.content }}"
     "{%- if tools and loop.first and message.role == 'system' %}{{- '\n' + names() }}{%- endif %}"
@@ -104,7 +106,7 @@ def build_model(
     identity = hidden_size - BACK_1 - BACK_2
     if channels.numel() < BACK_1 + BACK_2 or identity < head_dim or heads < 2 or layers < 2:
         raise ConfigError(
-            f"A small policy of width {hidden_size} with {heads} heads of {head_dim} in {layers} layers can not copy.",
+            f"Width {hidden_size}, {heads} heads of {head_dim} and {layers} layers are too few to copy with.",
             fix="Use hidden_size >= 128, head_dim >= 64, heads >= 2, layers >= 2.",
         )
     config = LlamaConfig(
@@ -144,8 +146,9 @@ def _embed(model: Any, identity: int) -> None:
 def _look_back(
     attention: Any, content: torch.Tensor, inverse: torch.Tensor, identity: int, head_dim: int
 ) -> None:
-    """Heads 0 and 1: constant queries and keys, turned against each other by one and two positions, so that the
-    score depends on the distance alone; they write a projection of the token they see into the reserved dimensions."""
+    """Heads 0 and 1: constant queries and keys, turned against each other by one and two positions, so that
+    the score depends on the distance alone; they write a projection of the token they see into the reserved
+    dimensions."""
     half = head_dim // 2
     amplitude = torch.where(inverse > FAST, math.sqrt(LOOK_BACK_SHARPNESS * math.sqrt(head_dim)), 0.0)
     width = attention.o_proj.weight.shape[0]
@@ -165,9 +168,10 @@ def _look_back(
 def _copy(
     attention: Any, content: torch.Tensor, channels: torch.Tensor, identity: int, head_dim: int
 ) -> None:
-    """Head 0: this token and the one before it, compared with the two tokens before each earlier position. The others
-    begin without a preference: they compare something that is still to be learned with the token before each earlier
-    position. The value of all of them is the token at the position found, written back as a prediction of itself."""
+    """Head 0: this token and the one before it, compared with the two tokens before each earlier position.
+    The others begin without a preference: they compare something that is still to be learned with the token
+    before each earlier position. The value of all of them is the token at the position found, written back
+    as a prediction of itself."""
     first, second = channels[:BACK_1], channels[BACK_1 : BACK_1 + BACK_2]
     scale = math.sqrt(MATCH_SHARPNESS * math.sqrt(head_dim))
     heads = attention.q_proj.weight.shape[0] // head_dim

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from agentrl.store.store import Store
+
 
 class Listener(Protocol):
     """Receives the progress of a run. Calls come from one thread; none may raise or block for long."""
 
     def begin(self, phase: str, *, total: int | None, unit: str) -> None:
-        """A phase starts: `tasks`, `demonstrations`, `imitation`, `heldout_before`, `train`, `heldout_after`, `report`.
+        """A phase starts: `tasks`, `demonstration`, `imitation`, `heldout_before`, `train`,
+        `heldout_after`, `report`.
         `total` counts `unit`s; None when unknown."""
         ...
 
     def advance(self, n: int = 1, **facts: float | int | str) -> None:
-        """`n` more units of the current phase are done; `facts` are its current numbers (reward, loss, faults)."""
+        """`n` more units of the current phase are done; `facts` are its current numbers (reward, loss,
+        faults)."""
         ...
 
     def end(self, **facts: float | int | str) -> None:
@@ -31,15 +35,18 @@ class Listener(Protocol):
         ...
 
 
-class Silent:
-    """Shows nothing."""
+class Noting:
+    """Passes everything on, and keeps the notes with the run."""
 
-    def begin(self, phase: str, *, total: int | None, unit: str) -> None: ...
+    def __init__(self, listener: Listener, store: Store, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._listener = listener
+        self.begin = listener.begin
+        self.advance = listener.advance
+        self.end = listener.end
+        self.metrics = listener.metrics
 
-    def advance(self, n: int = 1, **facts: float | int | str) -> None: ...
-
-    def end(self, **facts: float | int | str) -> None: ...
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def note(self, message: str) -> None: ...
+    def note(self, message: str) -> None:
+        self._store.note(self._run_id, "note", message)
+        self._listener.note(message)

@@ -48,13 +48,16 @@ class RunFolder:
         """The id of the run to go on with, or None for a fresh folder.
 
         Raises:
-            ConfigError: a run is here and `resume` is not asked for, or there is none to resume, or it was begun with
+            ConfigError: a run is here and `resume` is not asked for, or there is none to resume, or it was
+            begun with
                 another configuration (the keys that differ are named).
         """
         begun = self.begun()
         if begun is None:
             if resume:
-                raise ConfigError(f"There is no run in {self.root} to resume.", fix="Start it without --resume.")
+                raise ConfigError(
+                    f"There is no run in {self.root} to resume.", fix="Start it without --resume."
+                )
             return None
         run_id, before = begun
         if not resume:
@@ -63,7 +66,9 @@ class RunFolder:
                 fix="Go on with it by --resume, or choose another folder with --set run.dir=…",
             )
         if before.hash != config.hash:
-            differing = ", ".join(sorted(_differences(before.model_dump(mode="json"), config.model_dump(mode="json"))))
+            differing = ", ".join(
+                sorted(_differences(before.model_dump(mode="json"), config.model_dump(mode="json")))
+            )
             raise ConfigError(
                 f"Run {run_id} was begun with another configuration: {differing} differ.",
                 fix="Resume with the same run file and overrides.",
@@ -87,7 +92,8 @@ class RunFolder:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(
-                    f"Another process is working in {self.root}.", fix="Wait for it to end, or choose another folder."
+                    f"Another process is working in {self.root}.",
+                    fix="Wait for it to end, or choose another folder.",
                 ) from error
             yield
 

@@ -37,7 +37,9 @@ class Tasks:
     def __post_init__(self) -> None:
         shared = {t.revision for t in self.train} & {t.revision for t in self.heldout}
         if shared:
-            raise ConfigError(f"{len(shared)} held-out tasks are also training tasks.", fix="Split the suite anew.")
+            raise ConfigError(
+                f"{len(shared)} held-out tasks are also training tasks.", fix="Split the suite anew."
+            )
 
 
 def tasks(config: RunConfig, folder: RunFolder) -> Tasks:
@@ -64,20 +66,25 @@ def tasks(config: RunConfig, folder: RunFolder) -> Tasks:
     train = tuple(t for t in found if t.split is Split.TRAIN)[: wanted.train]
     heldout = tuple(t for t in found if t.split is Split.HELDOUT)[: wanted.heldout]
     if not train:
-        raise ConfigError(f"{wanted.suite} has no training tasks.", fix="Set split = \"train\" in their task.toml.")
+        raise ConfigError(
+            f"{wanted.suite} has no training tasks.", fix='Set split = "train" in their task.toml.'
+        )
     if len(heldout) < config.eval.tasks:
         raise ConfigError(
             f"eval.tasks = {config.eval.tasks}, but {wanted.suite} has {len(heldout)} held-out tasks.",
-            fix="Lower eval.tasks, or mark more packages with split = \"heldout\".",
+            fix='Lower eval.tasks, or mark more packages with split = "heldout".',
         )
     return Tasks(train=train, heldout=heldout[: config.eval.tasks])
 
 
 def backend(config: RunConfig, state_dir: Path, listener: Listener) -> Backend:
-    """The sandbox backend, checked. Raises `SandboxError` naming what the kernel refuses, unless the run falls back."""
+    """The sandbox backend, checked. Raises `SandboxError` naming what the kernel refuses, unless the run
+    falls back."""
     name = config.sandbox.backend
     if name not in BACKENDS:
-        raise ConfigError(f"sandbox.backend = '{name}' is not built in yet.", fix=f"Use {' or '.join(BACKENDS)}.")
+        raise ConfigError(
+            f"sandbox.backend = '{name}' is not built in yet.", fix=f"Use {' or '.join(BACKENDS)}."
+        )
     if name == "plain":
         listener.note("Sandboxes are plain subprocesses: no isolation, and every verdict says so.")
         return PlainBackend(state_dir)
@@ -87,7 +94,9 @@ def backend(config: RunConfig, state_dir: Path, listener: Listener) -> Backend:
     except SandboxError as refused:
         if not config.sandbox.fall_back_to_plain:
             raise
-        listener.note(f"{refused} Going on with plain subprocesses for this run's own tasks; every verdict says so.")
+        listener.note(
+            f"{refused} Going on with plain subprocesses for this run's own tasks; every verdict says so."
+        )
         return PlainBackend(state_dir)
     return local
 
@@ -95,18 +104,23 @@ def backend(config: RunConfig, state_dir: Path, listener: Listener) -> Backend:
 def tokenizer(config: RunConfig, folder: RunFolder, suite: Sequence[Task]) -> Any:
     """The policy's tokenizer: saved in the run's folder when it was built there, else that of the source."""
     if config.policy.source != "small":
-        try:
-            return AutoTokenizer.from_pretrained(config.policy.source)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"policy.source = '{config.policy.source}' has no tokenizer that can be loaded.",
-                fix="Give the folder or hub id of a Hugging Face causal LM, or 'small'.",
-            ) from error
+        return loaded_tokenizer(config.policy.source)
     if (folder.tokenizer / "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(folder.tokenizer)
     made = small.build_tokenizer(_texts(suite), vocabulary=config.policy.small.vocabulary)
     made.save_pretrained(folder.tokenizer)
     return made
+
+
+def loaded_tokenizer(source: str) -> Any:
+    """The tokenizer of a folder or hub id. Raises `ConfigError` when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"'{source}' has no tokenizer that can be loaded.",
+            fix="Give the folder or hub id of a Hugging Face causal LM, or 'small'.",
+        ) from error
 
 
 def _texts(suite: Sequence[Task]) -> list[str]:

@@ -1,23 +1,22 @@
 """The loop: tasks to trajectories to updates to published versions, in one process.
 
 Synchronous training is the special case `rollout.max_lag = 0` of one rule: group number `n` may start once
-`n < (updates + 1 + max_lag) * groups`, so that nothing is ever sampled more than `max_lag` versions behind what it
-will be trained on. Sampling, sandboxes and the learner share the process; updates run in a thread.
+`n < (updates + 1 + max_lag) * groups`, so that nothing is ever sampled more than `max_lag` versions behind
+what it will be trained on. Sampling, sandboxes and the learner share the process; updates run in a thread.
 
-An update becomes real in this order: weights published (a folder, whole or absent), checkpoint (whole or absent, with
-what it consumed), store (one transaction). A process killed anywhere between resumes without losing a finished group
-or training one twice: what the checkpoint knows and the store does not is recorded again, what was published and not
-checkpointed is retracted.
+An update becomes real in this order: weights published (a folder, whole or absent), checkpoint (whole or
+absent, with what it consumed), store (one transaction). A process killed anywhere between resumes without
+losing a finished group or training one twice: what the checkpoint knows and the store does not is recorded
+again, what was published and not checkpointed is retracted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,17 +26,18 @@ from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.inference.local import LocalSampler
 from agentrl.learner import checkpoint, publish
+from agentrl.learner import model as models
 from agentrl.learner.batch import Packing
 from agentrl.learner.imitation import ImitationProgress
 from agentrl.learner.step import Learner, LearnerConfig
 from agentrl.store.store import Store
 from agentrl.training import given, sampling
 from agentrl.training.curves import Curves
-from agentrl.training.events import Listener
+from agentrl.training.events import Listener, Noting
 from agentrl.training.folder import RunFolder
 from agentrl.training.report import write_report
 from agentrl.training.sampling import Tally, Workplace
-from agentrl.types import Group, PolicyVersion, Task, from_dict, to_dict
+from agentrl.types import Group, PolicyVersion, Task, Trajectory, from_dict, to_dict
 from envs.admission import admit
 from envs.evidence import Admission
 from envs.sandbox.contract import Backend
@@ -47,6 +47,8 @@ from harness.demonstrator import Habits
 from harness.group import GroupOutcome, GroupRequest
 
 ADMISSIONS_AT_ONCE = 4
+KEEP_VERSION_0 = 2**31
+"""Only version 0 is a multiple of it: the reference of KL terms and the `before` of every report stays."""
 
 
 class Interrupted(AgentRLError):
@@ -87,7 +89,8 @@ def run(config: RunConfig, *, listener: Listener, resume: bool = False) -> RunSu
     """Do a whole run, or go on with one.
 
     Raises:
-        ConfigError: the configuration is impossible, or the folder holds something else; before anything starts.
+        ConfigError: the configuration is impossible, or the folder holds something else; before anything
+        starts.
         SandboxError: the kernel refuses the isolation that is asked for.
         Interrupted: Ctrl-C; sandboxes are gone, finished groups and updates are kept.
     """
@@ -117,6 +120,123 @@ def run(config: RunConfig, *, listener: Listener, resume: bool = False) -> RunSu
     return replace(summary, wall_s=round(time.monotonic() - started, 1))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSummary:
+    """Held-out success of one policy."""
+
+    run_id: str
+    policy: str
+    version: int | None
+    """Of a published version; None for a policy from elsewhere."""
+    attempted: int
+    graded: int
+    success: float | None
+    """Share of graded attempts that earned the whole reward."""
+    faults: int
+    wall_s: float
+    store: str
+
+
+def evaluate(config: RunConfig, *, checkpoint: str | None, listener: Listener) -> EvalSummary:
+    """Attempt the held-out tasks of a run file once each with one policy; stored as a run of its own.
+
+    Args:
+        config: tasks, sandbox and sampling; `eval.tasks` bounds how many (0: all that are held out).
+        checkpoint: a version number of the run's folder, a folder or a hub id; None: the newest version of
+        the run,
+            or `policy.source` when it has none.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    folder = RunFolder(config.run.folder)
+    started = time.monotonic()
+    if not config.eval.tasks:
+        config = config.model_copy(
+            update={"eval": config.eval.model_copy(update={"tasks": config.tasks.heldout})}
+        )
+    source, version = _policy_to_evaluate(config, folder, checkpoint)
+    folder.root.mkdir(parents=True, exist_ok=True)
+    with Store.open(config.run.store_url) as store:
+        row = store.begin_run(
+            f"{config.run.name}-eval",
+            config=config.model_dump(mode="json"),
+            algo="eval",
+            seed=config.run.seed,
+        )
+        with asyncio.Runner() as runner:
+            try:
+                found = runner.run(_attempt_heldout(config, folder, store, row.id, listener, source, version))
+            except (KeyboardInterrupt, asyncio.CancelledError) as stop:
+                store.finish_run(row.id, "cancelled")
+                raise Interrupted("The evaluation was stopped.", fix="Start it again.") from stop
+        store.finish_run(row.id)
+        tally = Tally.of(found)
+        return EvalSummary(
+            run_id=row.id,
+            policy=source,
+            version=None if version is None else version.number,
+            attempted=tally.attempts,
+            graded=tally.graded,
+            success=tally.success,
+            faults=tally.faults,
+            wall_s=round(time.monotonic() - started, 1),
+            store=store.url,
+        )
+
+
+def _policy_to_evaluate(
+    config: RunConfig, folder: RunFolder, checkpoint: str | None
+) -> tuple[str, PolicyVersion | None]:
+    found = publish.versions(folder.versions)
+    if checkpoint is None and found:
+        return found[-1].location, found[-1]
+    if checkpoint is not None and checkpoint.isdigit():
+        for version in found:
+            if version.number == int(checkpoint):
+                return version.location, version
+        raise ConfigError(
+            f"{folder.root} has no published version {checkpoint}.",
+            fix=f"It has: {', '.join(str(v.number) for v in found) or 'none'}.",
+        )
+    source = checkpoint or config.policy.source
+    if source == "small":
+        raise ConfigError(
+            f"{folder.root} has no published version yet.", fix="Train first, or give --checkpoint."
+        )
+    return source, None
+
+
+async def _attempt_heldout(
+    config: RunConfig,
+    folder: RunFolder,
+    store: Store,
+    run_id: str,
+    listener: Listener,
+    source: str,
+    version: PolicyVersion | None,
+) -> list[Trajectory]:
+    tokenizer = given.loaded_tokenizer(source)
+    model = models.load(source) if version is None else publish.load_published(version)
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    one = _Run(config, None, folder, store, run_id, listener)
+    async with one.workplace(tokenizer, _context(model)) as (place, tasks):
+        sampler = LocalSampler(
+            model,
+            stop_token_ids=place.chat.stop_token_ids,
+            name=source,
+            version=None if version is None else version.number,
+            max_slots=config.sandbox.concurrency,
+            max_context=place.max_context,
+            seed=config.run.seed,
+        )
+        try:
+            return await one.attempt_once(place, sampler, tasks.heldout, phase="heldout", kind="e")
+        finally:
+            await sampler.close()
+
+
 def _facts(config: RunConfig, recipe: recipes.Recipe) -> refusals.RunFacts:
     columns = frozenset({"logb_N", "lag_N"}) | (recipes.OPTIONAL_COLUMNS - _NOT_SUPPLIED)
     return refusals.RunFacts(
@@ -142,57 +262,68 @@ class _Run:
     def __init__(
         self,
         config: RunConfig,
-        recipe: recipes.Recipe,
+        recipe: recipes.Recipe | None,
         folder: RunFolder,
         store: Store,
         run_id: str,
         listener: Listener,
     ) -> None:
+        """`recipe` is None for a run that only evaluates."""
         self.config = config
         self.recipe = recipe
         self.folder = folder
         self.store = store
         self.run_id = run_id
-        self.listener = listener
+        self.listener = Noting(listener, store, run_id)
         self.progress = _Progress()
-        self._served: Any = None
-        """The model that the sampler samples from: always a published version, never the learner's own weights."""
+        self._reference: Any = None
+        """Frozen policy that KL terms compare with; it becomes version 0."""
 
     async def whole(self) -> RunSummary:
         config, folder = self.config, self.folder
         torch.manual_seed(config.run.seed)
-        tasks = await asyncio.to_thread(given.tasks, config, folder)
-        backend = given.backend(config, folder.root / "sandboxes", self.listener)
-        sampler: LocalSampler | None = None
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
+        suite = await asyncio.to_thread(given.tasks, config, folder)
+        tokenizer = await asyncio.to_thread(given.tokenizer, config, folder, suite.train)
+        model = await asyncio.to_thread(given.policy, config, tokenizer)
+        async with self.workplace(tokenizer, _context(model)) as (place, tasks):
+            learner = self._learner(model, tokenizer)
+            await self._recover(place, learner, tokenizer, tasks.train)
+            sampler = self._sampler(place)
+            try:
+                before = await self._evaluate(place, sampler, tasks.heldout, phase="heldout_before")
+                await self._train(place, learner, sampler, tokenizer, tasks)
+                after = await self._evaluate(place, sampler, tasks.heldout, phase="heldout_after")
+            finally:
+                await sampler.close()
+        return await asyncio.to_thread(self._finish, place, before, after)
+
+    @asynccontextmanager
+    async def workplace(self, tokenizer: Any, context: int) -> AsyncIterator[tuple[Workplace, given.Tasks]]:
+        """A checked backend and the tasks that were admitted on it; everything is given back at the end."""
+        tasks = await asyncio.to_thread(given.tasks, self.config, self.folder)
+        backend = given.backend(self.config, self.folder.root / "sandboxes", self.listener)
         try:
             admissions = await self._admit([*tasks.train, *tasks.heldout], backend)
-            tokenizer = given.tokenizer(config, folder, tasks.train)
-            model = given.policy(config, tokenizer)
-            chat = ChatFormat(tokenizer, tool_parser=config.policy.tool_parser)
             place = Workplace(
-                config=config,
+                config=self.config,
                 run_id=self.run_id,
                 store=self.store,
                 listener=self.listener,
                 backend=backend,
-                chat=chat,
+                chat=ChatFormat(tokenizer, tool_parser=self.config.policy.tool_parser),
                 admissions=admissions,
-                signing_key=folder.signing_key(),
-                max_context=_context(model),
+                signing_key=self.folder.signing_key(),
+                max_context=context,
             )
-            train = [t for t in tasks.train if admissions[t.id].valid]
-            heldout = [t for t in tasks.heldout if admissions[t.id].valid]
-            learner = self._learner(model, tokenizer)
-            await self._recover(place, learner, tokenizer, train)
-            sampler = self._sampler(place)
-            before = await self._evaluate(place, sampler, heldout, phase="heldout_before")
-            await self._train(place, learner, sampler, tokenizer, train, heldout)
-            after = await self._evaluate(place, sampler, heldout, phase="heldout_after")
+            admitted = given.Tasks(
+                train=tuple(t for t in tasks.train if admissions[t.id].valid),
+                heldout=tuple(t for t in tasks.heldout if admissions[t.id].valid),
+            )
+            yield place, admitted
         finally:
-            if sampler is not None:
-                await sampler.close()
             await backend.close()
-        return await asyncio.to_thread(self._finish, place, before, after)
 
     # ------------------------------------------------------------------------------------------ preparation
 
@@ -210,7 +341,8 @@ class _Run:
                 admission = Admission(**row.facts)
             elif mode == "stored":
                 raise ConfigError(
-                    f"Task {task.id} was never validated.", fix="Run agentrl tasks validate, or set tasks.admission."
+                    f"Task {task.id} was never validated.",
+                    fix="Run agentrl tasks validate, or set tasks.admission.",
                 )
             else:
                 async with limit:
@@ -233,9 +365,9 @@ class _Run:
 
     def _learner(self, model: Any, tokenizer: Any) -> Learner:
         train = self.config.train
-        reference = None
+        assert self.recipe is not None
         if self.recipe.needs_reference:
-            reference = given.policy(self.config, tokenizer)
+            self._reference = given.policy(self.config, tokenizer)
         return Learner(
             model,
             self.recipe,
@@ -247,13 +379,14 @@ class _Run:
                 warmup_steps=train.warmup_steps,
                 mini_batches=train.mini_batches,
                 epochs=train.epochs,
+                betas=(0.9, train.adam_beta2),
                 max_lag=self.config.rollout.max_lag,
                 max_mismatch=train.max_mismatch,
-                packing=Packing(token_budget=train.token_budget),
+                packing=Packing(token_budget=train.token_budget, share_prefixes=True),
                 compute_dtype=train.compute_dtype,
                 seed=self.config.run.seed,
             ),
-            reference=reference,
+            reference=self._reference,
             vocab_size=len(tokenizer),
         )
 
@@ -267,10 +400,16 @@ class _Run:
                 self.listener.note(f"Version {number} was published without a checkpoint; it is made again.")
             await self._cold_start(place, learner, train)
             self.progress.version = await asyncio.to_thread(
-                publish.publish, learner.policy, self.folder.versions, parent=None, step=0, tokenizer=tokenizer
+                publish.publish,
+                learner.policy,
+                self.folder.versions,
+                parent=None,
+                step=0,
+                tokenizer=tokenizer,
             )
             await asyncio.to_thread(self._checkpoint, learner, None)
             self._replay(None)
+            await asyncio.to_thread(self._load_reference)
             return
         for notice in resumed.notices:
             self.listener.note(notice)
@@ -279,7 +418,15 @@ class _Run:
         assert resumed.published is not None, "every checkpoint of a run follows a publication"
         publish.retract_after(self.folder.versions, resumed.published.number)
         self._replay(resumed.cursor["last"])
-        self.listener.note(f"Going on after update {self.progress.updates} with version {resumed.published.number}.")
+        await asyncio.to_thread(self._load_reference)
+        self.listener.note(
+            f"Going on after update {self.progress.updates} with version {resumed.published.number}."
+        )
+
+    def _load_reference(self) -> None:
+        if self._reference is not None:
+            first = publish.versions(self.folder.versions)[0]
+            self._reference.load_state_dict(publish.load_published(first).state_dict())
 
     def _checkpoint(self, learner: Learner, last: Mapping[str, Any] | None) -> None:
         checkpoint.save(
@@ -336,9 +483,8 @@ class _Run:
     def _sampler(self, place: Workplace) -> LocalSampler:
         version = self.progress.version
         assert version is not None
-        self._served = publish.load_published(version)
         return LocalSampler(
-            self._served,
+            publish.load_published(version),
             stop_token_ids=place.chat.stop_token_ids,
             name=self.config.policy.source,
             version=version.number,
@@ -356,16 +502,22 @@ class _Run:
         if not heldout:
             return None
         kind = {"heldout_before": "hb", "heldout_after": "ha"}.get(phase, f"h{phase.rpartition('_')[2]}-")
-        requests = [
-            GroupRequest(id=f"{self.run_id}-{kind}{number:05d}", task=task, size=1)
-            for number, task in enumerate(heldout)
-        ]
-        make = sampling.attempts_by(place, sampler, temperature=self.config.eval.temperature)
-        found = await sampling.collect(place, requests, make, phase=phase, step=self.progress.updates)
+        found = await self.attempt_once(place, sampler, heldout, phase=phase, kind=kind)
         success = Tally.of(found).success
         if success is not None:
             self.store.log(self.run_id, [(self.progress.updates, "heldout/success", success)])
         return success
+
+    async def attempt_once(
+        self, place: Workplace, sampler: LocalSampler, tasks: Sequence[Task], *, phase: str, kind: str
+    ) -> list[Trajectory]:
+        """One attempt at each task."""
+        requests = [
+            GroupRequest(id=f"{self.run_id}-{kind}{number:05d}", task=task, size=1)
+            for number, task in enumerate(tasks)
+        ]
+        make = sampling.attempts_by(place, sampler, temperature=self.config.eval.temperature)
+        return await sampling.collect(place, requests, make, phase=phase, step=self.progress.updates)
 
     # --------------------------------------------------------------------------------------------- training
 
@@ -375,13 +527,17 @@ class _Run:
         learner: Learner,
         sampler: LocalSampler,
         tokenizer: Any,
-        train: Sequence[Task],
-        heldout: Sequence[Task],
+        tasks: given.Tasks,
     ) -> None:
         config = self.config
         per_update, total = config.rollout.groups, config.train.updates
         requests = sampling.requests_for(
-            place, train, count=total * per_update, size=config.rollout.group_size, kind="g", seed=config.run.seed
+            place,
+            tasks.train,
+            count=total * per_update,
+            size=config.rollout.group_size,
+            kind="g",
+            seed=config.run.seed,
         )
         consumed = self.progress.updates * per_update
         ready = self._stored(place)
@@ -390,7 +546,9 @@ class _Run:
         make = sampling.attempts_by(place, sampler, temperature=config.rollout.temperature)
         limit = asyncio.Semaphore(config.sandbox.concurrency)
         running: set[asyncio.Task[GroupOutcome]] = set()
-        self.listener.begin("train", total=total * per_update * config.rollout.group_size, unit="trajectories")
+        self.listener.begin(
+            "train", total=total * per_update * config.rollout.group_size, unit="trajectories"
+        )
         if consumed or ready:
             self.listener.advance((consumed + len(ready)) * config.rollout.group_size)
         curves = Curves(self.folder.tensorboard)
@@ -411,12 +569,14 @@ class _Run:
                         self.listener.advance(len(outcome.group.trajectories), **_facts_of(outcome.group))
                 batch, ready = ready[:per_update], ready[per_update:]
                 times = {"time/collect_s": time.monotonic() - collecting}
-                collecting = time.monotonic()
                 values = await self._update(learner, sampler, tokenizer, batch, times)
+                collecting = time.monotonic()
                 curves.add(self.progress.updates, values)
                 self.listener.metrics(self.progress.updates, values)
                 if config.eval.every and self.progress.updates % config.eval.every == 0:
-                    await self._evaluate(place, sampler, heldout, phase=f"heldout_{self.progress.updates}")
+                    await self._evaluate(
+                        place, sampler, tasks.heldout, phase=f"heldout_{self.progress.updates}"
+                    )
         finally:
             curves.close()
             for unfinished in running:
@@ -460,7 +620,12 @@ class _Run:
         if report.nothing is not None:
             self.listener.note(f"Update {progress.updates + 1} had nothing to train on: {report.nothing}")
         progress.updates += 1
-        metrics = {**report.metrics, **sampling.behaviour(batch), **times, "policy/version": float(parent.number)}
+        metrics = {
+            **report.metrics,
+            **sampling.behaviour(batch),
+            **times,
+            "policy/version": float(parent.number),
+        }
         moved = report.taken > 0 and not warming
         began = time.monotonic()
         await asyncio.to_thread(self._publish, learner, tokenizer, batch, metrics, moved=moved)
@@ -468,10 +633,8 @@ class _Run:
             version = progress.version
             assert version is not None
             fresh = await asyncio.to_thread(publish.load_published, version)
-            await sampler.update_weights(
-                lambda: self._served.load_state_dict(fresh.state_dict()) and None, version.number
-            )
-        metrics["time/publish_s"] = time.monotonic() - began
+            await sampler.publish(fresh.state_dict(), version.number)
+        self.store.log(self.run_id, [(progress.updates, "time/publish_s", time.monotonic() - began)])
         return metrics
 
     def _publish(
@@ -491,7 +654,7 @@ class _Run:
                 parent=progress.version,
                 step=learner.optimizer_step,
                 tokenizer=tokenizer,
-                keep=publish.Keep(last=self.config.keep.versions),
+                keep=publish.Keep(last=self.config.keep.versions, every=KEEP_VERSION_0),
             )
         last = {
             "update": progress.updates,
@@ -507,7 +670,9 @@ class _Run:
     def _finish(self, place: Workplace, before: float | None, after: float | None) -> RunSummary:
         verified = self.store.verify(self.run_id, key=place.signing_key)
         if not verified.ok:
-            self.listener.note(f"The evidence of this run does not verify: {verified.broken_id}: {verified.why}")
+            self.listener.note(
+                f"The evidence of this run does not verify: {verified.broken_id}: {verified.why}"
+            )
         self.store.finish_run(self.run_id)
         self.listener.begin("report", total=1, unit="pages")
         path = write_report(self.store, self.run_id, self.folder.report)
@@ -516,7 +681,7 @@ class _Run:
         rows = self.store.trajectories(self.run_id, limit=None)
         return RunSummary(
             run_id=self.run_id,
-            algo=self.recipe.name,
+            algo="" if self.recipe is None else self.recipe.name,
             seed=self.config.run.seed,
             heldout_n=sum(r.phase == "heldout_after" for r in rows),
             heldout_before=before,
@@ -539,19 +704,3 @@ def _context(model: Any) -> int:
 def _facts_of(group: Group) -> dict[str, float | int | str]:
     rewards = [t.reward for t in group.trajectories if t.reward is not None]
     return {"reward": round(sum(rewards) / len(rewards), 3)} if rewards else {}
-
-
-def open_published(config: RunConfig, number: int | None) -> PolicyVersion:
-    """A published version of a run's folder: the newest, or the one of that number.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = publish.versions(Path(config.run.folder) / "versions")
-    chosen = [v for v in found if number is None or v.number == number]
-    if not chosen:
-        raise ConfigError(
-            f"{config.run.folder} has no published version{'' if number is None else f' {number}'}.",
-            fix=f"It has: {', '.join(str(v.number) for v in found) or 'none'}.",
-        )
-    return chosen[-1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -111,7 +111,9 @@ async def keep(place: Workplace, outcome: GroupOutcome, *, phase: str, step: int
     for trajectory in outcome.faulted:
         fault = trajectory.verdict.fault
         assert fault is not None
-        place.listener.note(f"{trajectory.id}: {fault.owner} fault {fault.code} in {fault.phase}: {fault.message}")
+        place.listener.note(
+            f"{trajectory.id}: {fault.owner} fault {fault.code} in {fault.phase}: {fault.message}"
+        )
 
 
 def stored_groups(place: Workplace, phase: str) -> set[str]:
@@ -120,9 +122,15 @@ def stored_groups(place: Workplace, phase: str) -> set[str]:
 
 
 async def collect(
-    place: Workplace, requests: Sequence[GroupRequest], make: groups.MakeAttempt, *, phase: str, step: int | None = None
+    place: Workplace,
+    requests: Sequence[GroupRequest],
+    make: groups.MakeAttempt,
+    *,
+    phase: str,
+    step: int | None = None,
 ) -> list[Trajectory]:
-    """Make what is not stored yet, all of it, with progress; the trajectories of all requests, stored or new."""
+    """Make what is not stored yet, all of it, with progress; the trajectories of all requests, stored or
+    new."""
     have = stored_groups(place, phase)
     missing = [r for r in requests if r.id not in have]
     tally = Tally()
@@ -142,7 +150,7 @@ async def collect(
 
 def _stream(
     place: Workplace, requests: Iterable[GroupRequest], make: groups.MakeAttempt
-) -> AsyncIterator[GroupOutcome]:
+) -> AsyncGenerator[GroupOutcome]:
     return groups.run_many(requests, make, concurrency=place.config.sandbox.concurrency)
 
 
@@ -188,7 +196,8 @@ class Tally:
 
 
 def behaviour(group_list: Sequence[Group]) -> dict[str, float]:
-    """What the policy did, as metrics: rewards, turns, tokens, and whether tests are run before submitting."""
+    """What the policy did, as metrics: rewards, turns, tokens, and whether tests are run before
+    submitting."""
     members = [t for g in group_list for t in g.trajectories]
     graded = [t for t in members if t.reward is not None]
     numbers = {
@@ -233,5 +242,3 @@ def requests_for(
         GroupRequest(id=f"{place.run_id}-{kind}{number:05d}", task=task, size=size)
         for number, task in enumerate(order[:count])
     ]
-
-
