@@ -13,6 +13,7 @@ from agentrl.store.rows import (
     UpdateRow,
     VerifyReport,
 )
+from agentrl.store.sessions import SessionMove, SessionRow, Superseded, TenantRow
 from agentrl.store.store import TRAIN, Store
 
 __all__ = [
@@ -24,8 +25,12 @@ __all__ = [
     "MetricRow",
     "RunRow",
     "RunState",
+    "SessionMove",
+    "SessionRow",
     "StalenessRow",
     "Store",
+    "Superseded",
+    "TenantRow",
     "TrajectoryRow",
     "UpdateRow",
     "VerifyReport",

@@ -4,7 +4,8 @@ updates).
 Evidence tables (`runs`, `chains`, `groups`, `trajectories`, `calls`, `turns`, `actions`, `verdicts`,
 `policy_versions`, `updates`, `consumed`) are only ever inserted into, except for the state of a run and the
 head of a chain; `verify` detects anything else. `metrics`, `events`, `tasks`, `admissions` and `work` are
-bookkeeping and are not part of a chain.
+bookkeeping and are not part of a chain; so are `tenants`, `gateways`, `sessions` and `session_log`, which an
+environment gateway writes.
 
 Rules: times are Unix seconds in float64; JSON is canonical text (never a database JSON type, which would
 reorder it); binary columns are zstd frames made by `codec`; text compares by code point on every database.
@@ -285,4 +286,62 @@ work = Table(
     Column("result", Text),
     UniqueConstraint("run_id", "kind", "key"),
     Index(None, "run_id", "kind", "state", "id"),
+)
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("name", TEXT, primary_key=True),
+    Column("token_hash", TEXT, nullable=False),
+    # sha256 of the bearer token: the token itself is nowhere.
+    Column("weight", Double, nullable=False),
+    Column("max_sessions", BigInteger, nullable=False),
+    Column("max_queue", BigInteger, nullable=False),
+    Column("added_at", Double, nullable=False),
+    UniqueConstraint("token_hash"),
+)
+
+gateways = Table(
+    "gateways",
+    metadata,
+    Column("name", TEXT, primary_key=True),
+    Column("epoch", BigInteger, nullable=False),
+    # Number of starts so far: the fencing token of the one that runs.
+    Column("started_at", Double, nullable=False),
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("id", TEXT, primary_key=True),
+    Column("gateway", TEXT, ForeignKey("gateways.name"), nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("tenant", TEXT, ForeignKey("tenants.name"), nullable=False),
+    Column("client_key", TEXT, nullable=False),
+    Column("body_hash", TEXT, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("task_id", TEXT, nullable=False),
+    Column("task_revision", TEXT, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("state", TEXT, nullable=False),
+    Column("lease_epoch", BigInteger, nullable=False),
+    Column("lease_until", Double, nullable=False),
+    Column("ended_at", Double),
+    # NULL: no terminal record yet. Once set, the row never changes.
+    Column("verdict", Text),
+    UniqueConstraint("tenant", "client_key"),
+    Index(None, "gateway", "ended_at"),
+)
+
+session_log = Table(
+    "session_log",
+    metadata,
+    Column("session_id", TEXT, ForeignKey("sessions.id"), primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("at", Double, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("state", TEXT, nullable=False),
+    Column("owner", TEXT),
+    Column("code", TEXT),
+    Column("note", Text, nullable=False),
 )

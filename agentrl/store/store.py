@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import StoreError
-from agentrl.store import catalog, runs, training, trajectories, verify, work
+from agentrl.store import catalog, runs, sessions, training, trajectories, verify, work
 from agentrl.store.engine import Database
 from agentrl.store.layout import Rows, assemble, explode
 from agentrl.store.migrate import migrate
@@ -37,6 +37,7 @@ from agentrl.store.rows import (
     UpdateRow,
     VerifyReport,
 )
+from agentrl.store.sessions import SessionMove, SessionRow, TenantRow
 from agentrl.types import Group, PolicyVersion, Split, Task, Termination, Trajectory
 
 TRAIN = "train"
@@ -411,6 +412,60 @@ class Store:
         """How many pieces of work are queued, leased, done."""
         with self._database.read() as connection:
             return work.tally(connection, run_id, kind)
+
+    # ------------------------------------------------------------------------------------- gateway sessions
+
+    def add_tenant(self, row: TenantRow) -> None:
+        """Add a tenant of the gateway, or replace its token and limits."""
+        self._database.write(f"add tenant {row.name}", lambda c: sessions.add_tenant(c, row))
+
+    def tenants(self) -> tuple[TenantRow, ...]:
+        """By name."""
+        with self._database.read() as connection:
+            return sessions.all_tenants(connection)
+
+    def begin_gateway(self, name: str) -> int:
+        """The epoch of the gateway that starts now; from here on earlier ones of that name are refused."""
+        return self._database.write(f"begin gateway {name}", lambda c: sessions.begin_gateway(c, name))
+
+    def append_sessions(
+        self, gateway: str, epoch: int, opened: Sequence[SessionRow], moves: Sequence[SessionMove]
+    ) -> None:
+        """New sessions and their transitions, in order, in one transaction; the same again is once.
+
+        Raises:
+            StoreError: the gateway was superseded, or a session has ended already.
+        """
+        self._database.write(
+            f"append to the session log of {gateway}",
+            lambda c: sessions.append(c, gateway, epoch, opened, moves),
+        )
+
+    def session(self, session_id: str) -> SessionRow:
+        """One session of a gateway.
+
+        Raises:
+            StoreError: there is none; names the nearest id.
+        """
+        with self._database.read() as connection:
+            return sessions.get(connection, session_id)
+
+    def find_session(
+        self, tenant: str, *, session_id: str | None = None, client_key: str | None = None
+    ) -> SessionRow | None:
+        """A tenant's session by one of the two; None: this tenant has none such."""
+        with self._database.read() as connection:
+            return sessions.find(connection, tenant, session_id=session_id, client_key=client_key)
+
+    def unended_sessions(self, gateway: str) -> tuple[SessionRow, ...]:
+        """Sessions of a gateway without a terminal record, the oldest first."""
+        with self._database.read() as connection:
+            return sessions.unended(connection, gateway)
+
+    def session_log(self, session_id: str) -> tuple[SessionMove, ...]:
+        """The transitions of a session, in order."""
+        with self._database.read() as connection:
+            return sessions.log_of(connection, session_id)
 
     # --------------------------------------------------------------------------------------------- private
 

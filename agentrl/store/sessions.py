@@ -1,0 +1,200 @@
+"""Sessions of an environment gateway: one row each, an append-only log of transitions, one terminal record.
+
+A gateway writes its log in batches (`append`). Every batch is fenced: it is refused unless the gateway's epoch
+is still the newest, so that a gateway that was replaced can write nothing more. A row that has ended never
+changes again, and a transition is inserted once (`session`, `seq`), so a batch that is sent again is once.
+
+Tenants are rows too: a bearer token is kept only as its sha256.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, insert, select, update
+
+from agentrl.errors import StoreError, nearest
+from agentrl.store.schema import gateways, session_log, sessions, tenants
+
+
+class Superseded(StoreError):
+    """A newer gateway of the same name has started; the older one may write nothing more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantRow:
+    """Who may use a gateway, and how much of it."""
+
+    name: str
+    token_hash: str
+    """sha256 of the bearer token, in hex."""
+    weight: float
+    """Share of the gateway beside other waiting tenants."""
+    max_sessions: int
+    """Sessions alive at once."""
+    max_queue: int
+    """Sessions waiting at once; more are answered with 429."""
+    added_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRow:
+    """One request for a session and how it ended."""
+
+    id: str
+    gateway: str
+    epoch: int
+    """The gateway's epoch that took it."""
+    tenant: str
+    client_key: str
+    body_hash: str
+    body: str
+    """The request, as JSON."""
+    task_id: str
+    task_revision: str
+    created_at: float
+    state: str
+    lease_epoch: int
+    lease_until: float
+    ended_at: float | None = None
+    """None: not ended."""
+    verdict: str | None = None
+    """The verdict, as JSON; every ended session has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionMove:
+    """One line of the log. `ended` with the verdict makes it the terminal record."""
+
+    session_id: str
+    seq: int
+    at: float
+    epoch: int
+    state: str
+    owner: str | None
+    code: str | None
+    note: str
+    lease_epoch: int
+    lease_until: float
+    ended: bool = False
+    verdict: str | None = None
+
+
+def add_tenant(connection: Connection, row: TenantRow) -> None:
+    """Add a tenant, or give it a new token and other limits."""
+    values = {name: getattr(row, name) for name in TenantRow.__slots__}
+    known = connection.scalar(select(tenants.c.name).where(tenants.c.name == row.name))
+    if known is None:
+        connection.execute(insert(tenants), [values])
+    else:
+        connection.execute(update(tenants).where(tenants.c.name == row.name).values(values))
+
+
+def all_tenants(connection: Connection) -> tuple[TenantRow, ...]:
+    """By name."""
+    found = connection.execute(select(tenants).order_by(tenants.c.name)).mappings()
+    return tuple(TenantRow(**row) for row in found)
+
+
+def begin_gateway(connection: Connection, name: str) -> int:
+    """The epoch of a gateway that starts now: one more than the last of that name."""
+    last = connection.scalar(select(gateways.c.epoch).where(gateways.c.name == name).with_for_update())
+    epoch = (last or 0) + 1
+    values = {"epoch": epoch, "started_at": time.time()}
+    if last is None:
+        connection.execute(insert(gateways), [{"name": name, **values}])
+    else:
+        connection.execute(update(gateways).where(gateways.c.name == name).values(values))
+    return epoch
+
+
+def append(
+    connection: Connection,
+    gateway: str,
+    epoch: int,
+    opened: Sequence[SessionRow],
+    moves: Sequence[SessionMove],
+) -> None:
+    """New sessions and transitions, whole.
+
+    Raises:
+        Superseded: another gateway of that name has started since.
+        StoreError: a session has ended already.
+    """
+    newest = connection.scalar(select(gateways.c.epoch).where(gateways.c.name == gateway).with_for_update())
+    if newest != epoch:
+        raise Superseded(
+            f"gateway {gateway!r} was superseded: epoch {newest} has started, this one is {epoch}.",
+            fix="Stop this gateway; the newer one serves.",
+        )
+    rows = [{name: getattr(row, name) for name in SessionRow.__slots__} for row in opened]
+    rows = [row for row in rows if _absent(connection, row["id"])]
+    if rows:
+        connection.execute(insert(sessions), rows)
+    for move in moves:
+        _move(connection, move)
+
+
+def _absent(connection: Connection, session_id: str) -> bool:
+    return connection.scalar(select(sessions.c.id).where(sessions.c.id == session_id)) is None
+
+
+def _move(connection: Connection, move: SessionMove) -> None:
+    log = session_log.c
+    known = connection.execute(
+        select(log.state, log.at).where(log.session_id == move.session_id, log.seq == move.seq)
+    ).first()
+    if known is not None:
+        if (known.state, known.at) == (move.state, move.at):
+            return
+        raise StoreError(f"session {move.session_id}: transition {move.seq} is {known.state} already.")
+    values = {
+        "state": move.state,
+        "lease_epoch": move.lease_epoch,
+        "lease_until": move.lease_until,
+        **({"ended_at": move.at, "verdict": move.verdict} if move.ended else {}),
+    }
+    alive = (sessions.c.id == move.session_id, sessions.c.ended_at.is_(None))
+    if connection.execute(update(sessions).where(*alive).values(values)).rowcount != 1:
+        raise StoreError(f"session {move.session_id} has ended; it can not become {move.state}.")
+    names = ("session_id", "seq", "at", "epoch", "state", "owner", "code", "note")
+    connection.execute(insert(session_log), [{name: getattr(move, name) for name in names}])
+
+
+def get(connection: Connection, session_id: str) -> SessionRow:
+    """One session.
+
+    Raises:
+        StoreError: there is none.
+    """
+    row = connection.execute(select(sessions).where(sessions.c.id == session_id)).mappings().first()
+    if row is None:
+        known = connection.scalars(select(sessions.c.id).order_by(sessions.c.created_at.desc()).limit(1000))
+        raise StoreError(f"no session {session_id!r}.", fix=nearest(session_id, known))
+    return SessionRow(**row)
+
+
+def find(
+    connection: Connection, tenant: str, *, session_id: str | None = None, client_key: str | None = None
+) -> SessionRow | None:
+    """A tenant's session by id or by client key; another tenant's is not found."""
+    where = sessions.c.id == session_id if session_id is not None else sessions.c.client_key == client_key
+    row = connection.execute(select(sessions).where(sessions.c.tenant == tenant, where)).mappings().first()
+    return None if row is None else SessionRow(**row)
+
+
+def unended(connection: Connection, gateway: str) -> tuple[SessionRow, ...]:
+    """Sessions of a gateway without a terminal record, the oldest first."""
+    where = (sessions.c.gateway == gateway, sessions.c.ended_at.is_(None))
+    found = connection.execute(select(sessions).where(*where).order_by(sessions.c.created_at)).mappings()
+    return tuple(SessionRow(**row) for row in found)
+
+
+def log_of(connection: Connection, session_id: str) -> tuple[SessionMove, ...]:
+    """The transitions of a session in order. Leases and verdict are the row's, not the log's."""
+    found = connection.execute(
+        select(session_log).where(session_log.c.session_id == session_id).order_by(session_log.c.seq)
+    ).mappings()
+    return tuple(SessionMove(**row, lease_epoch=0, lease_until=0.0) for row in found)
