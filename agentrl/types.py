@@ -115,9 +115,9 @@ class SandboxSpec:
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
 class GraderSpec:
     """How a task is graded. `tests`: outcomes by name from our runner; `script`: the Harbor contract
-    (tests/test.sh)."""
+    (tests/test.sh); `environment`: the `grade()` of a tool environment, on an untouched instance."""
 
-    kind: Literal["tests", "script"]
+    kind: Literal["tests", "script", "environment"]
     fail_to_pass: tuple[str, ...] = ()
     pass_to_pass: tuple[str, ...] = ()
     protected_paths: tuple[str, ...] = ()
