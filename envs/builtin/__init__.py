@@ -1,0 +1,1 @@
+"""Built-in environments, a file each; `envs.registry.BUILTIN` names them."""
