@@ -56,7 +56,7 @@ class TasksSection(_Section):
     """Which tasks are trained on and which are held out."""
 
     suite: str = "swe_mini"
-    """`swe_mini` (generated for the run), or a folder of task packages."""
+    """`swe_mini` (generated for the run), `env:NAME` (a registered environment), or a folder of packages."""
     train: Positive = 300
     """Tasks to generate for training (a folder: at most so many are used)."""
     heldout: Positive = 96

@@ -154,6 +154,14 @@ def _by_path(reference: str) -> Environment:
 # ------------------------------------------------------------------------------------------- what a run calls
 
 
+def tasks(reference: str, folder: Path, *, train: int, heldout: int, seed: int) -> tuple[Task, ...]:
+    """Tasks of an environment, training tasks first; packages are written into `folder`, once."""
+    found = get(reference)
+    if isinstance(found, PackagedEnvironment):
+        return found.tasks(folder, train=train, heldout=heldout, seed=seed)
+    return found.tasks(train=train, heldout=heldout, seed=seed)
+
+
 def of_task(task: Task) -> ToolEnvironment | None:
     """The environment that a task lives in; None for a task with a sandbox."""
     if task.grader.kind != "environment":

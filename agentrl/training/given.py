@@ -16,12 +16,14 @@ from agentrl.learner import small
 from agentrl.training.events import Listener
 from agentrl.training.folder import RunFolder
 from agentrl.types import Split, Task
+from envs import registry
 from envs.sandbox.contract import Backend
 from envs.sandbox.local import LocalBackend
 from envs.sandbox.plain import PlainBackend
 from envs.tasks import swe_mini
 from envs.tasks.package import load_suite
 from harness.demonstrator import tool_call
+from harness.gold import written
 from harness.prompt import SYSTEM_PROMPT
 
 BACKENDS = ("local", "plain")
@@ -43,7 +45,7 @@ class Tasks:
 
 
 def tasks(config: RunConfig, folder: RunFolder) -> Tasks:
-    """The generated suite (written once into the run's folder), or a folder of packages.
+    """The generated suite (written once into the run's folder), an environment's tasks, or packages in a folder.
 
     Raises:
         ConfigError: an unknown suite, or a split without tasks that the run needs.
@@ -56,11 +58,19 @@ def tasks(config: RunConfig, folder: RunFolder) -> Tasks:
             swe_mini.generate(folder.tasks, train=wanted.train, heldout=wanted.heldout, seed=config.run.seed)
             done.touch()
         found = load_suite(folder.tasks)
+    elif wanted.suite.startswith(registry.PREFIX):
+        found = registry.tasks(
+            wanted.suite.removeprefix(registry.PREFIX),
+            folder.tasks,
+            train=wanted.train,
+            heldout=wanted.heldout,
+            seed=config.run.seed,
+        )
     elif Path(wanted.suite).is_dir():
         found = load_suite(wanted.suite)
     else:
         raise ConfigError(
-            f"tasks.suite = '{wanted.suite}' is neither a generated suite nor a folder.",
+            f"tasks.suite = '{wanted.suite}' is neither a generated suite, nor env:NAME, nor a folder.",
             fix=nearest(wanted.suite, [swe_mini.SUITE]),
         )
     train = tuple(t for t in found if t.split is Split.TRAIN)[: wanted.train]
@@ -130,6 +140,10 @@ def _texts(suite: Sequence[Task]) -> list[str]:
     texts += ["system\nuser\nassistant\ntool\n"] * len(suite)
     for task in suite:
         texts.append(task.instruction)
+        environment = registry.of_task(task)
+        if environment is not None:
+            texts += [written(step) for step in environment.problem(int(task.metadata["seed"])).gold]
+            continue
         for file in sorted((Path(task.path) / "environment").rglob("*.py")):
             texts.append(file.read_text())
             texts.append(tool_call("read_file", path=file.name))

@@ -38,8 +38,8 @@ from agentrl.training.folder import RunFolder
 from agentrl.training.report import write_report
 from agentrl.training.sampling import Tally, Workplace
 from agentrl.types import Group, PolicyVersion, Task, Trajectory, from_dict, to_dict
-from envs.admission import admit
 from envs.evidence import Admission
+from envs.registry import admit
 from envs.sandbox.contract import Backend
 from harness import group as groups
 from harness.chat import ChatFormat

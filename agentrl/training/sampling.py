@@ -13,15 +13,17 @@ from dataclasses import dataclass
 
 from agentrl.config import RunConfig
 from agentrl.inference.sampler import Sampler
-from agentrl.inference.scripted import ScriptedSampler
+from agentrl.inference.scripted import Script, ScriptedSampler
 from agentrl.store.store import Store
 from agentrl.training.events import Listener
 from agentrl.types import Group, SamplingParams, Task, Trajectory
+from envs import registry
 from envs.evidence import Admission
 from envs.sandbox.contract import Backend
 from harness import group as groups
 from harness.chat import ChatFormat
 from harness.demonstrator import Demonstrator, Habits
+from harness.gold import GoldDemonstrator
 from harness.group import GroupOutcome, GroupRequest
 from harness.rollout import RolloutSettings, run_one
 
@@ -68,6 +70,7 @@ def attempts_by(place: Workplace, sampler: Sampler, *, temperature: float) -> gr
             admission=place.admissions.get(task.id),
             settings=settings,
             attempt=attempt,
+            open_session=registry.open_session,
         )
 
     return make
@@ -82,7 +85,13 @@ def demonstrations_by(place: Workplace, habits: Habits) -> groups.MakeAttempt:
     )
 
     async def make(task: Task, group_id: str, index: int, attempt: int) -> Trajectory:
-        script = Demonstrator(task, habits, place.chat, seed=f"{place.config.run.seed}/{group_id}/{index}")
+        seed = f"{place.config.run.seed}/{group_id}/{index}"
+        environment = registry.of_task(task)
+        script: Script
+        if environment is not None:
+            script = GoldDemonstrator(environment.problem(int(task.metadata["seed"])), seed=seed)
+        else:
+            script = Demonstrator(task, habits, place.chat, seed=seed)
         return await run_one(
             task,
             sampler=ScriptedSampler(script, encode=place.chat.encode_reply, name="demonstrator"),
@@ -94,6 +103,7 @@ def demonstrations_by(place: Workplace, habits: Habits) -> groups.MakeAttempt:
             admission=place.admissions.get(task.id),
             settings=settings,
             attempt=attempt,
+            open_session=registry.open_session,
         )
 
     return make
