@@ -45,7 +45,7 @@ class Tasks:
 
 
 def tasks(config: RunConfig, folder: RunFolder) -> Tasks:
-    """The generated suite (written once into the run's folder), an environment's tasks, or packages in a folder.
+    """The generated suite (written once into the run's folder), an environment's tasks, or a folder's.
 
     Raises:
         ConfigError: an unknown suite, or a split without tasks that the run needs.
