@@ -22,7 +22,7 @@ from agentrl.errors import BoundaryError, SandboxError, SandboxLost, nearest
 from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict
 from envs import grading, tools
 from envs.evidence import Admission, Witness, fault_of
-from envs.sandbox.contract import Backend, ExecRequest, ExecResult
+from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange
 from envs.sandbox.images import workspace
 
 CREATE_DEADLINE_S = 120.0
@@ -208,6 +208,10 @@ class Session:
 
     async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
         await self._witness.write_file(self._at(path), data, mode=mode)
+
+    async def diff(self) -> tuple[FileChange, ...]:
+        """Changes of the workdir so far, taken from outside the sandbox."""
+        return await self._witness.diff()
 
     def _at(self, path: str) -> str:
         return posixpath.join(self.task.sandbox.workdir, path)

@@ -1,6 +1,6 @@
-"""Sessions of an environment gateway: one row each, an append-only log of transitions, one terminal record.
+"""Sessions of an environment gateway: a row each, one append-only log of transitions, one terminal record.
 
-A gateway writes its log in batches (`append`). Every batch is fenced: it is refused unless the gateway's epoch
+A gateway writes its log in batches (`append`), and every batch is fenced: refused unless the gateway's epoch
 is still the newest, so that a gateway that was replaced can write nothing more. A row that has ended never
 changes again, and a transition is inserted once (`session`, `seq`), so a batch that is sent again is once.
 

@@ -1,0 +1,420 @@
+"""Requests to a gateway and their answers as records or errors, for synchronous and asynchronous callers.
+
+A `Call` says what to send and how to read the answer; `Client.send` and `AsyncClient.send` carry it out.
+Every call is safe to send again, because each has a key under which the gateway does it once; so what is
+tried again is a lost connection, a proxy's 502 or 504, and an answer with `Retry-After`. An answer 202 means
+that it is not done yet, and the same call is sent again. All ends at the call's deadline with a named cause.
+
+Errors: the caller's own mistake is a `ConfigError`; whatever else went wrong is a `SandboxError` with the
+owner that the gateway decided.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+import pydantic
+
+from agentrl.config import environment
+from agentrl.errors import AgentRLError, ConfigError, SandboxError
+from agentrl.types import Fault, Limits, Observation, Termination, Verdict, from_json, to_dict
+from envs.evidence import Admission
+from harness.gateway import wire
+
+T = TypeVar("T")
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+HOLD_S = 30.0
+"""How long the gateway may hold a request before it answers 202."""
+ANSWER_S = HOLD_S + 30.0
+"""Longest wait for one answer."""
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 10.0
+CONNECTIONS = 1024
+_YOURS = frozenset({401, 403, 413, 422})
+"""Statuses that say that the request itself is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[T]):
+    """One thing to ask of a gateway. `deadline_s` covers all tries."""
+
+    method: str
+    path: str
+    read: Callable[[httpx.Response], T]
+    body: bytes | None = None
+    content_type: str = "application/json"
+    params: Mapping[str, str | int | float] = field(default_factory=dict)
+    deadline_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    seconds: float
+
+
+_Steps = Generator["httpx.Request | _Pause", "httpx.Response | httpx.TransportError | None", T]
+
+
+def _conversation(call: Call[T], build: Callable[[Call[T]], httpx.Request]) -> _Steps[T]:
+    """What to send and how long to pause, until there is an answer; the answers are sent in."""
+    began = time.monotonic()
+    pause = FIRST_PAUSE_S
+    while True:
+        got = yield build(call)
+        assert got is not None
+        if isinstance(got, httpx.Response):
+            if got.status_code == 202 and call.path != "/v1/sessions":
+                wait = 0.0
+                cause = "the gateway is still at it"
+            elif got.status_code < 400:
+                return call.read(got)
+            else:
+                after = got.headers.get("retry-after")
+                if after is None and got.status_code not in (502, 504):
+                    raise error_of(got)
+                wait = _seconds(after, pause)
+                cause = str(error_of(got))
+        else:
+            wait, cause = pause, f"{type(got).__name__}: {got}"
+        if time.monotonic() - began + wait > call.deadline_s:
+            raise SandboxError(
+                f"{call.method} {call.path}: not done by the gateway in {call.deadline_s:g} s: {cause}",
+                fix="Look at the gateway's /readyz and /v1/capacity.",
+                owner="gateway",
+                code="gateway_no_answer",
+                phase="gateway",
+            )
+        if wait:
+            yield _Pause(wait * random.uniform(0.8, 1.2))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _seconds(text: str | None, otherwise: float) -> float:
+    try:
+        return float(text) if text is not None else otherwise
+    except ValueError:
+        return otherwise
+
+
+def error_of(response: httpx.Response) -> AgentRLError:
+    """An answer that is no success, as the error that its owner stands for."""
+    try:
+        body = wire.ErrorBody.model_validate_json(response.content)
+    except pydantic.ValidationError:
+        return SandboxError(
+            f"The gateway answered {response.status_code} without saying why.",
+            fix="Is the URL a gateway's?",
+            owner="gateway",
+            code="gateway_answer",
+            phase="gateway",
+        )
+    if body.owner == "caller":
+        if response.status_code in _YOURS or body.code in ("unknown_task", "other_revision"):
+            return ConfigError(body.message, fix=body.fix)
+        return SandboxError(
+            body.message, fix=body.fix, owner="gateway", code=body.code, phase=body.phase, retryable=True
+        )
+    return SandboxError(
+        body.message,
+        fix=body.fix,
+        owner=body.owner,
+        code=body.code,
+        phase=body.phase,
+        retryable=body.retryable,
+        evidence=dict(body.evidence),
+    )
+
+
+def _builder(url: str, token: str) -> Callable[[Call[Any]], httpx.Request]:
+    base = httpx.URL(url.rstrip("/"))
+    if base.scheme not in ("http", "https") or not base.host:
+        raise ConfigError(f"'{url}' is no gateway URL.", fix="Example: http://gateway:8080")
+
+    def build(call: Call[Any]) -> httpx.Request:
+        headers = {"Authorization": f"Bearer {token}"}
+        if call.body is not None:
+            headers["Content-Type"] = call.content_type
+        return httpx.Request(
+            call.method,
+            f"{base}{call.path}",
+            params=dict(call.params) or None,
+            content=call.body,
+            headers=headers,
+            extensions={"timeout": httpx.Timeout(ANSWER_S, connect=10.0).as_dict()},
+        )
+
+    return build
+
+
+def token_of(token: str | None) -> str:
+    """The token given, or `AGENTRL_GATEWAY_TOKEN`. Raises `ConfigError`."""
+    found = token or environment("GATEWAY_TOKEN")
+    if not found:
+        raise ConfigError(
+            "The gateway needs a token.",
+            fix="Set AGENTRL_GATEWAY_TOKEN; agentrl serve tenant NAME --store URL makes one.",
+        )
+    return found
+
+
+class Client:
+    """A gateway for synchronous callers. `transport`: another way to it, for tests."""
+
+    def __init__(
+        self, url: str, *, token: str | None = None, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        self.token = token_of(token)
+        self._build = _builder(url, self.token)
+        self._http = httpx.Client(transport=transport, limits=httpx.Limits(max_connections=CONNECTIONS))
+
+    def send(self, call: Call[T]) -> T:
+        """Carry it out. Raises `ConfigError` or `SandboxError`."""
+        steps = _conversation(call, self._build)
+        step = next(steps)
+        while True:
+            try:
+                if isinstance(step, _Pause):
+                    time.sleep(step.seconds)
+                    step = next(steps)
+                    continue
+                try:
+                    got: httpx.Response | httpx.TransportError = self._http.send(step)
+                except httpx.TransportError as error:
+                    got = error
+                step = steps.send(got)
+            except StopIteration as done:
+                value: T = done.value
+                return value
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """A gateway for asynchronous callers. Belongs to one event loop."""
+
+    def __init__(
+        self, url: str, *, token: str | None = None, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self.token = token_of(token)
+        self._build = _builder(url, self.token)
+        self._http = httpx.AsyncClient(transport=transport, limits=httpx.Limits(max_connections=CONNECTIONS))
+
+    async def send(self, call: Call[T]) -> T:
+        """Carry it out. Raises `ConfigError` or `SandboxError`."""
+        steps = _conversation(call, self._build)
+        step = next(steps)
+        while True:
+            try:
+                if isinstance(step, _Pause):
+                    await asyncio.sleep(step.seconds)
+                    step = next(steps)
+                    continue
+                try:
+                    got: httpx.Response | httpx.TransportError = await self._http.send(step)
+                except httpx.TransportError as error:
+                    got = error
+                step = steps.send(got)
+            except StopIteration as done:
+                value: T = done.value
+                return value
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+# ------------------------------------------------------------------------------------------------- the calls
+
+
+def _model(model: type[M]) -> Callable[[httpx.Response], M]:
+    return lambda response: model.model_validate_json(response.content)
+
+
+def _models(model: type[M]) -> Callable[[httpx.Response], tuple[M, ...]]:
+    return lambda response: tuple(model.model_validate(row) for row in response.json())
+
+
+def _of(session_id: str, *more: str) -> str:
+    return "/".join(["/v1/sessions", *(quote(part, safe="") for part in (session_id, *more))])
+
+
+def environments() -> Call[tuple[wire.EnvironmentView, ...]]:
+    return Call(method="GET", path="/v1/environments", read=_models(wire.EnvironmentView))
+
+
+def tasks(*, limit: int = 100, offset: int = 0) -> Call[tuple[wire.TaskView, ...]]:
+    params = {"limit": limit, "offset": offset}
+    return Call(method="GET", path="/v1/tasks", params=params, read=_models(wire.TaskView))
+
+
+def capacity() -> Call[wire.CapacityView]:
+    return Call(method="GET", path="/v1/capacity", read=_model(wire.CapacityView))
+
+
+def admit(task_id: str, revision: str | None, *, deadline_s: float) -> Call[Admission]:
+    """Validate a task at the gateway, once for everybody."""
+    body = wire.AdmissionRequest(task=wire.TaskRef(id=task_id, revision=revision))
+    return Call(
+        method="POST",
+        path="/v1/admissions",
+        body=body.model_dump_json().encode(),
+        read=lambda response: from_json(Admission, response.content),
+        deadline_s=deadline_s,
+    )
+
+
+def open_session(
+    *,
+    client_key: str,
+    task_id: str,
+    revision: str | None = None,
+    limits: Limits | None = None,
+    group_id: str | None = None,
+    group_size: int = 1,
+    deadline_at: float | None = None,
+    queue_timeout_s: float = 600.0,
+    lease_ttl_s: float = 120.0,
+) -> Call[wire.SessionView]:
+    """Ask for a session; what comes back may still be waiting: see `session`."""
+    body = wire.OpenRequest(
+        client_key=client_key,
+        task=wire.TaskRef(id=task_id, revision=revision),
+        limits=limits,
+        group_id=group_id,
+        group_size=group_size,
+        deadline_at=deadline_at,
+        queue_timeout_s=queue_timeout_s,
+        lease_ttl_s=lease_ttl_s,
+    )
+    return Call(
+        method="POST",
+        path="/v1/sessions",
+        body=body.model_dump_json().encode(),
+        read=_model(wire.SessionView),
+        deadline_s=queue_timeout_s,
+    )
+
+
+def session(session_id: str, *, wait_s: float = 0.0) -> Call[wire.SessionView]:
+    """What it is now, or, with `wait_s`, as soon as it is ready or ended."""
+    return Call(method="GET", path=_of(session_id), params={"wait_s": wait_s}, read=_model(wire.SessionView))
+
+
+def lease(session_id: str, *, epoch: int, ttl_s: float) -> Call[wire.LeaseView]:
+    body = wire.LeaseRequest(epoch=epoch, ttl_s=ttl_s)
+    return Call(
+        method="POST",
+        path=_of(session_id, "lease"),
+        body=body.model_dump_json().encode(),
+        read=_model(wire.LeaseView),
+        deadline_s=ttl_s,
+    )
+
+
+def tool(
+    session_id: str,
+    name: str,
+    *,
+    call_id: str,
+    action_id: str,
+    arguments: Mapping[str, Any],
+    deadline_s: float,
+) -> Call[tuple[Observation, bool]]:
+    """A typed tool call: what was observed, and whether the work is submitted."""
+    body = {"call_id": call_id, "action_id": action_id, "arguments": dict(arguments)}
+
+    def read(response: httpx.Response) -> tuple[Observation, bool]:
+        submitted = response.headers.get("x-session-submitted") == "true"
+        return from_json(Observation, response.content), submitted
+
+    return Call(
+        method="POST",
+        path=_of(session_id, "tools", name),
+        params={"wait_s": HOLD_S},
+        body=json.dumps(body).encode("ascii"),  # escapes whatever a policy wrote, lone surrogates too
+        read=read,
+        deadline_s=deadline_s,
+    )
+
+
+def run(session_id: str, body: wire.ExecBody, *, deadline_s: float | None = None) -> Call[wire.ExecView]:
+    """A command; never run twice under one `exec_id`."""
+    return Call(
+        method="POST",
+        path=_of(session_id, "exec"),
+        params={"wait_s": HOLD_S},
+        body=body.model_dump_json().encode(),
+        read=_model(wire.ExecView),
+        deadline_s=body.timeout_s + 900.0 if deadline_s is None else deadline_s,
+    )
+
+
+def put_file(session_id: str, path: str, data: bytes, *, mode: int = 0o644) -> Call[wire.FileView]:
+    return Call(
+        method="PUT",
+        path=_of(session_id, "files"),
+        params={"path": path, "mode": mode},
+        body=data,
+        content_type="application/octet-stream",
+        read=_model(wire.FileView),
+        deadline_s=180.0,
+    )
+
+
+def get_file(session_id: str, path: str) -> Call[bytes]:
+    return Call(
+        method="GET",
+        path=_of(session_id, "files"),
+        params={"path": path},
+        read=lambda response: response.content,
+        deadline_s=180.0,
+    )
+
+
+def diff(session_id: str) -> Call[wire.DiffView]:
+    return Call(method="GET", path=_of(session_id, "diff"), read=_model(wire.DiffView), deadline_s=180.0)
+
+
+def finalize(
+    session_id: str, *, termination: Termination, fault: Fault | None, deadline_s: float
+) -> Call[Verdict]:
+    """The verdict; the same one however often it is asked for."""
+    body = {"termination": str(termination), "fault": None if fault is None else to_dict(fault)}
+    return Call(
+        method="POST",
+        path=_of(session_id, "finalize"),
+        params={"wait_s": HOLD_S},
+        body=json.dumps(body).encode("ascii"),
+        read=lambda response: from_json(Verdict, response.content),
+        deadline_s=deadline_s,
+    )
+
+
+def delete(session_id: str) -> Call[wire.SessionView]:
+    return Call(method="DELETE", path=_of(session_id), read=_model(wire.SessionView), deadline_s=60.0)

@@ -1,0 +1,1149 @@
+"""The gateway without HTTP: requests for sessions become sessions, and each ends with one terminal record.
+
+Memory is a cache of the log: every transition goes through `_move`, which refuses what `FOLLOWS` does not
+allow and hands the line to the journal; what a caller is told about an end is durable first. Every operation
+of a caller runs in a task of the gateway, so that a dropped connection loses nothing; asked again under the
+same key it is the same operation.
+
+Waiting for a slot, for a run permit or for a turn to be verified is queue time: no time limit of a command or
+of the environment runs meanwhile. Whatever ends a session goes through `_end`, once.
+
+It does not speak HTTP, and knows no backend by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from agentrl.errors import BoundaryError, SandboxError, SandboxLost, nearest
+from agentrl.store import SessionMove, SessionRow, Store, TenantRow
+from agentrl.types import (
+    Action,
+    Fault,
+    Observation,
+    Task,
+    Termination,
+    Verdict,
+    from_dict,
+    from_json,
+    to_dict,
+    to_json,
+)
+from envs import grading
+from envs.admission import admit
+from envs.evidence import Admission, fault_of
+from envs.sandbox.contract import Backend, ExecResult, FileChange, Isolation, Mount, Sandbox
+from envs.session import Session
+from harness.gateway import wire
+from services.gateway.journal import Journal
+from services.gateway.metrics import Metrics
+from services.gateway.ration import Claim, Limiter, Ration
+from services.gateway.refused import Over, Refused
+from services.gateway.states import ENDED, FOLLOWS, State
+
+PERMIT_DEADLINE_S = 600.0
+"""Longest wait for a run permit or for a turn to be verified."""
+FINALIZE_GRACE_S = 300.0
+"""What finalizing may take beyond twice the grader's own limit (it may verify twice)."""
+INTERRUPT_DEADLINE_S = 30.0
+CLOSE_DEADLINE_S = 60.0
+ADMIT_DEADLINE_S = 3600.0
+ONCE_DEADLINE_S = 120.0
+"""A file operation or a diff, waiting for the command before it included."""
+GROUP_REMEMBERED_S = 6 * 3600.0
+MAX_PENDING = 16
+"""Operations of one session that may wait for each other."""
+KEPT_RESULTS = 256
+"""Results of a session that can be asked for again; an older one is forgotten, but never run twice."""
+KEPT_ENDED = 2048
+"""Ended sessions kept in memory; older ones are read from the store."""
+TENANTS_FRESH_S = 5.0
+BREAKER_FAILURES = 5
+BREAKER_PAUSE_S = 10.0
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How much there is, and how it is kept."""
+
+    name: str = "gateway"
+    slots: int = 32
+    """Sessions alive at once."""
+    memory_mib: float = 65_536.0
+    """Sum of the memory limits of live sessions."""
+    permits: int = 4
+    """Commands running at once."""
+    verify: int = 4
+    """Verifications at once: a share of their own, so that finished work never waits behind new work."""
+    creates: int = 4
+    """Sandboxes made at once, at most."""
+    admission: str = "light"
+    """`light`, `full`, or `stored`: only what an earlier validation left in the store."""
+    reap_every_s: float = 1.0
+
+
+@runtime_checkable
+class Adopting(Protocol):
+    """A backend whose sandboxes outlive the gateway may implement this beside `Backend`."""
+
+    async def adopt(self, session: str) -> Sandbox | None:
+        """The live sandbox of a session of an earlier epoch; None when it is gone."""
+        ...
+
+
+@dataclass(slots=True)
+class Operation:
+    """Something asked for under a key. `task` None: its result is forgotten."""
+
+    digest: str
+    task: asyncio.Task[Any] | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Live:
+    """One session in memory."""
+
+    id: str
+    tenant: str
+    request: wire.OpenRequest
+    body_hash: str
+    task: Task
+    signing_key: bytes
+    created_at: float
+    queue_until: float
+    claim: Claim
+    lease_ttl_s: float
+    lease_until: float
+    lease_epoch: int = 1
+    state: State = State.QUEUED
+    seq: int = 0
+    session: Session | None = None
+    verdict: Verdict | None = None
+    driver: asyncio.Task[None] | None = None
+    finalizing: asyncio.Task[None] | None = None
+    ending: asyncio.Task[None] | None = None
+    operations: dict[tuple[str, str], Operation] = field(default_factory=dict)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def fault(self) -> Fault | None:
+        return None if self.verdict is None else self.verdict.fault
+
+
+class _Observed:
+    """The backend of one session; says when the verifier's sandbox is made."""
+
+    def __init__(self, inner: Backend, session_id: str, verifying: Callable[[], None]) -> None:
+        self._inner = inner
+        self._id = session_id
+        self._verifying = verifying
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def isolation(self) -> Isolation:
+        return self._inner.isolation
+
+    async def prepare(self, environment_dir: str) -> str:
+        return await self._inner.prepare(environment_dir)
+
+    async def create(
+        self,
+        spec: Any,
+        *,
+        image: str,
+        session: str,
+        mounts: tuple[Mount, ...] = (),
+        apply: tuple[FileChange, ...] = (),
+        deadline_s: float = 120.0,
+    ) -> Sandbox:
+        if session != self._id:
+            self._verifying()
+        return await self._inner.create(
+            spec, image=image, session=session, mounts=mounts, apply=apply, deadline_s=deadline_s
+        )
+
+    async def close(self) -> None:
+        """The backend is the gateway's."""
+
+
+class Gateway:
+    """All sessions of one process. `start` first, `stop` last."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        backend: Backend,
+        tasks: Iterable[Task],
+        settings: Settings | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.settings = settings or Settings()
+        self.backend = backend
+        self.tasks = {task.id: task for task in tasks}
+        self.epoch = 0
+        self.metrics = Metrics()
+        self.leaked = 0
+        self._store = store
+        self._clock = clock
+        self._journal: Journal | None = None
+        self._live: dict[str, Live] = {}
+        self._by_key: dict[tuple[str, str], Live] = {}
+        self._gathering: dict[tuple[str, str], list[Claim]] = {}
+        """Members that wait for the rest of their group."""
+        self._gathered: dict[tuple[str, str], float] = {}
+        """Groups that were complete once, and since when (monotonic): a later member goes alone."""
+        self._admissions: dict[str, asyncio.Task[Admission]] = {}
+        self._tenants: dict[str, TenantRow] = {}
+        self._tenants_at = float("-inf")
+        self._background: set[asyncio.Task[Any]] = set()
+        self._reaper: asyncio.Task[None] | None = None
+        self._failures = 0
+        self._held_s: float | None = None
+        self.slots = Ration(slots=self.settings.slots, memory_mib=self.settings.memory_mib)
+        self.permits = Ration(permits=self.settings.permits)
+        self.verification = Ration(verifications=self.settings.verify)
+        self.creates = Limiter(ceiling=self.settings.creates)
+
+    # --------------------------------------------------------------------------------------------- lifecycle
+
+    async def start(self) -> None:
+        """Begin a new epoch and end what the last one left: without its sandbox, a session is lost."""
+        self.epoch = await asyncio.to_thread(self._store.begin_gateway, self.settings.name)
+        self._journal = Journal(self._store, gateway=self.settings.name, epoch=self.epoch)
+        await self._load_tenants()
+        for row in await asyncio.to_thread(self._store.unended_sessions, self.settings.name):
+            await self._recover(row)
+        await self._journal.flushed()
+        self._reaper = asyncio.create_task(self._reap())
+
+    async def _recover(self, row: SessionRow) -> None:
+        """Adoption would begin here, for an `Adopting` backend; local sandboxes die with the gateway."""
+        fault = Fault(
+            owner="environment",
+            code="lost_on_restart",
+            phase="restart",
+            retryable=True,
+            message=f"The gateway was started again (epoch {self.epoch}); the sandbox of session {row.id}"
+            f" did not outlive it (it was {row.state}).",
+            evidence={"was": row.state, "epoch": row.epoch},
+        )
+        verdict = grading.unscored(fault, (), isolation=self.backend.isolation)
+        seq = len(await asyncio.to_thread(self._store.session_log, row.id))
+        self._written().move(
+            SessionMove(
+                session_id=row.id,
+                seq=seq,
+                at=self._clock(),
+                epoch=self.epoch,
+                state=State.FAILED,
+                owner=fault.owner,
+                code=fault.code,
+                note=f"was {row.state} in epoch {row.epoch}",
+                lease_epoch=row.lease_epoch,
+                lease_until=row.lease_until,
+                ended=True,
+                verdict=to_json(verdict).decode(),
+            )
+        )
+        self.metrics.ended(State.FAILED, fault)
+
+    async def stop(self) -> None:
+        """End every session, close the backend, write the log. Idempotent."""
+        if self._reaper is not None:
+            self._reaper.cancel()
+            await asyncio.gather(self._reaper, return_exceptions=True)
+            self._reaper = None
+        fault = self._own("stopped", "The gateway was stopped.", retryable=True)
+        await asyncio.gather(
+            *(self._end(live, State.FAILED, fault) for live in list(self._live.values()) if not live.ended),
+            return_exceptions=True,  # the log may be closed to us: everything is ended all the same
+        )
+        for task in self._admissions.values():
+            task.cancel()
+        await asyncio.gather(*self._background, *self._admissions.values(), return_exceptions=True)
+        await self.backend.close()
+        if self._journal is not None:
+            await self._journal.close()
+            self._journal = None
+
+    def trouble(self) -> str | None:
+        """Why the gateway can not serve now; None: it can."""
+        if self._journal is None:
+            return "not started"
+        return self._journal.trouble
+
+    def _written(self) -> Journal:
+        assert self._journal is not None, "start() first"
+        return self._journal
+
+    # ----------------------------------------------------------------------------------------------- tenants
+
+    async def tenant_of(self, token: str) -> TenantRow:
+        """The tenant of a bearer token. Raises `Refused` 401."""
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        if digest not in self._tenants or time.monotonic() - self._tenants_at > TENANTS_FRESH_S:
+            await self._load_tenants()
+        found = self._tenants.get(digest)
+        if found is None:
+            raise Refused(
+                401, "unauthorized", "This token is no tenant's.", fix="Make one: agentrl serve tenant NAME."
+            )
+        return found
+
+    async def _load_tenants(self) -> None:
+        rows = await asyncio.to_thread(self._store.tenants)
+        self._tenants = {row.token_hash: row for row in rows}
+        self._tenants_at = time.monotonic()
+        for row in rows:
+            self.slots.tenant(row.name, weight=row.weight, quota=row.max_sessions)
+            self.permits.tenant(row.name, weight=row.weight)
+            self.verification.tenant(row.name, weight=row.weight)
+
+    # -------------------------------------------------------------------------------------- tasks, admissions
+
+    def task(self, wanted: wire.TaskRef) -> Task:
+        """A task of this gateway, at the wanted revision. Raises `Refused`."""
+        task = self.tasks.get(wanted.id)
+        if task is None:
+            raise Refused(
+                404, "unknown_task", f"There is no task {wanted.id} here.", fix=nearest(wanted.id, self.tasks)
+            )
+        if wanted.revision not in (None, task.revision):
+            raise Refused(
+                409,
+                "other_revision",
+                f"Task {task.id} is at revision {task.revision[:12]} here, not {wanted.revision:.12}.",
+                fix="Give the gateway the same package folder, or ask for its revision.",
+            )
+        return task
+
+    def admitted(self, task: Task) -> bool | None:
+        """Whether a task can earn a reward here; None: not known yet."""
+        made = self._admissions.get(task.id)
+        if made is None or not made.done() or made.cancelled() or made.exception() is not None:
+            return None
+        return made.result().valid
+
+    async def admission(self, tenant: str, task: Task) -> Admission:
+        """The proof that a task can be graded here: stored, or made now; once for all who ask at the same
+        time. Raises `BoundaryError`."""
+        made = self._admissions.get(task.id)
+        if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
+            made = self._admissions[task.id] = asyncio.create_task(self._admit(tenant, task))
+            made.add_done_callback(_retrieved)
+        return await asyncio.shield(made)
+
+    async def _admit(self, tenant: str, task: Task) -> Admission:
+        row = await asyncio.to_thread(self._store.admission, task.id, task.revision)
+        if row is not None and row.facts.get("backend") == self.backend.name:
+            return from_dict(Admission, dict(row.facts))
+        if self.settings.admission == "stored":
+            raise SandboxError(
+                f"Task {task.id} was never validated on {self.backend.name}.",
+                fix="Run agentrl tasks validate with --store, or serve with --admission light.",
+                owner="task",
+                code="not_admitted",
+                phase="admission",
+                retryable=False,
+            )
+        claim = await self._turn(self.verification, tenant, "verification", verifications=1)
+        try:
+            async with asyncio.timeout(ADMIT_DEADLINE_S):
+                made = await admit(task, self.backend, light=self.settings.admission == "light")
+        except TimeoutError as error:
+            raise SandboxError(
+                f"Task {task.id} was not validated within {ADMIT_DEADLINE_S:g} s.",
+                code="no_answer",
+                phase="admission",
+            ) from error
+        finally:
+            self.verification.release(claim)
+        await asyncio.to_thread(self._store.add_task, task)
+        await asyncio.to_thread(
+            lambda: self._store.add_admission(task.id, task.revision, valid=made.valid, facts=to_dict(made))
+        )
+        return made
+
+    # ------------------------------------------------------------------------------------------------ opening
+
+    async def open(self, tenant: TenantRow, token: str, request: wire.OpenRequest) -> tuple[Live, bool]:
+        """The session of a request, and whether it is new. Raises `Refused`; then there is none."""
+        if request.tenant not in (None, tenant.name):
+            raise Refused(
+                403,
+                "other_tenant",
+                f"The token is {tenant.name}'s, not {request.tenant}'s.",
+                fix="Leave tenant out, or use that tenant's token.",
+            )
+        body = request.model_dump_json(exclude={"tenant"})
+        digest = hashlib.sha256(body.encode()).hexdigest()
+        key = (tenant.name, request.client_key)
+        if key not in self._by_key:
+            row = await asyncio.to_thread(
+                lambda: self._store.find_session(tenant.name, client_key=request.client_key)
+            )
+            if row is not None and key not in self._by_key:
+                self._same_body(digest, row.body_hash, request)
+                return self._remembered(row), False
+        known = self._by_key.get(key)
+        if known is not None:
+            self._same_body(digest, known.body_hash, request)
+            return known, False
+        live = self._new(tenant, token, request, digest)
+        self._by_key[key] = self._live[live.id] = live
+        self._written().open(
+            SessionRow(
+                id=live.id,
+                gateway=self.settings.name,
+                epoch=self.epoch,
+                tenant=live.tenant,
+                client_key=request.client_key,
+                body_hash=digest,
+                body=body,
+                task_id=live.task.id,
+                task_revision=live.task.revision,
+                created_at=live.created_at,
+                state=State.QUEUED,
+                lease_epoch=live.lease_epoch,
+                lease_until=live.lease_until,
+            )
+        )
+        self._line(live, None, None, "")
+        self._enqueue(live)
+        live.driver = asyncio.create_task(self._drive(live))
+        live.driver.add_done_callback(_retrieved)
+        await self._written().flushed()
+        return live, True
+
+    def _same_body(self, digest: str, known: str, request: wire.OpenRequest) -> None:
+        if digest != known:
+            raise Refused(
+                409,
+                "client_key_reused",
+                f"client_key {request.client_key} was used for another request.",
+                fix="Use a new key for a new request, or send the same body.",
+            )
+
+    def _new(self, tenant: TenantRow, token: str, request: wire.OpenRequest, digest: str) -> Live:
+        task = self.task(request.task)
+        now = self._clock()
+        if request.deadline_at is not None and request.deadline_at <= now:
+            raise Refused(
+                422,
+                "deadline_passed",
+                f"deadline_at is {now - request.deadline_at:.1f} s ago.",
+                fix="Give a time to come, in Unix seconds.",
+            )
+        if request.limits is not None:
+            if request.limits.exec_timeout_s > wire.MAX_EXEC_S:
+                raise Refused(
+                    422,
+                    "limit_too_large",
+                    f"exec_timeout_s is {request.limits.exec_timeout_s:g}, the most is {wire.MAX_EXEC_S:g}.",
+                    fix="Lower it.",
+                )
+            task = replace(task, limits=request.limits)
+        why = self.slots.impossible(
+            tenant.name, {"slots": 1, "memory_mib": task.sandbox.memory_mib}, request.group_size
+        )
+        if why is not None:
+            raise Refused(
+                422,
+                "never_fits",
+                f"This can never be admitted together: {why}.",
+                fix="Use a smaller group_size, or give the gateway or the tenant more.",
+            )
+        if self.slots.waiting(tenant.name) >= tenant.max_queue:
+            raise Refused(
+                429,
+                "queue_full",
+                f"{self.slots.waiting(tenant.name)} sessions of {tenant.name} wait already.",
+                fix="Wait for Retry-After and send the same request again.",
+                owner="environment",
+                retryable=True,
+                retry_after_s=min(60.0, max(1.0, self._held_s or 1.0)),
+            )
+        return Live(
+            id=f"s-{secrets.token_hex(10)}",
+            tenant=tenant.name,
+            request=request,
+            body_hash=digest,
+            task=task,
+            signing_key=wire.signing_key(token),
+            created_at=now,
+            queue_until=now + request.queue_timeout_s,
+            claim=self.slots.claim(tenant.name, slots=1, memory_mib=task.sandbox.memory_mib),
+            lease_ttl_s=request.lease_ttl_s,
+            lease_until=now + request.lease_ttl_s,
+        )
+
+    def _enqueue(self, live: Live) -> None:
+        """Alone, or with its group once all members are there."""
+        group, size = live.request.group_id, live.request.group_size
+        if group is None or size == 1:
+            self.slots.queue([live.claim])
+            return
+        key = (live.tenant, group)
+        if key in self._gathered:
+            self.slots.queue([live.claim])
+            return
+        present = [claim for claim in self._gathering.pop(key, []) if not claim.released]
+        present.append(live.claim)
+        if len(present) >= size:
+            self._gathered[key] = time.monotonic()
+            self.slots.queue(present)
+        else:
+            self._gathering[key] = present
+
+    async def _drive(self, live: Live) -> None:
+        """From the queue to ready."""
+        try:
+            await live.claim.granted
+            self.metrics.queued(live.claim.waited_s)
+            self._move(live, State.ADMITTED)
+            admission = await self.admission(live.tenant, live.task)
+            await self.creates.enter()
+            took: float | None = 0.0
+            try:
+                self._move(live, State.PROVISIONING)
+                began = time.monotonic()
+                try:
+                    live.session = await Session.open(
+                        live.task,
+                        _Observed(self.backend, live.id, lambda: self._verifying(live)),
+                        session_id=live.id,
+                        signing_key=live.signing_key,
+                        admission=admission,
+                    )
+                    took = time.monotonic() - began
+                except BoundaryError:
+                    took = None
+                    raise
+            finally:
+                self.creates.leave(took_s=took)
+            self._breaker(None)
+            self._move(live, State.READY)
+        except BoundaryError as error:
+            self._breaker(error)
+            self._begin_end(live, State.FAILED, fault_of(error))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # the boundary of a session's opening: classified and recorded
+            log.error("session %s could not be opened by an error of our own", live.id, exc_info=error)
+            self._begin_end(live, State.FAILED, self._bug(error))
+
+    def _verifying(self, live: Live) -> None:
+        if live.state is State.FINALIZING:
+            self._move(live, State.VERIFYING)
+
+    def _breaker(self, error: BoundaryError | None) -> None:
+        """Several failed creations in a row stop admissions for a while; nobody is failed for waiting."""
+        if error is None or error.owner != "environment":
+            self._failures = 0
+            return
+        self._failures += 1
+        if self._failures >= BREAKER_FAILURES and self.slots.paused is None:
+            self.slots.pause(f"{self._failures} sandboxes in a row could not be made: {error.code}")
+            asyncio.get_running_loop().call_later(BREAKER_PAUSE_S, self.slots.resume)
+
+    # -------------------------------------------------------------------------------------------- transitions
+
+    def _move(self, live: Live, state: State, fault: Fault | None = None, note: str = "") -> None:
+        assert state in FOLLOWS[live.state], f"session {live.id}: {live.state} to {state}"
+        self.metrics.moved(live.state, state)
+        live.state = state
+        live.seq += 1
+        self._line(live, None if fault is None else fault.owner, None if fault is None else fault.code, note)
+        live.changed.set()
+        live.changed = asyncio.Event()
+
+    def _line(self, live: Live, owner: str | None, code: str | None, note: str) -> None:
+        if live.seq == 0:
+            self.metrics.moved(None, live.state)
+        self._written().move(
+            SessionMove(
+                session_id=live.id,
+                seq=live.seq,
+                at=self._clock(),
+                epoch=self.epoch,
+                state=live.state,
+                owner=owner,
+                code=code,
+                note=note,
+                lease_epoch=live.lease_epoch,
+                lease_until=live.lease_until,
+                ended=live.ended,
+                verdict=to_json(live.verdict).decode() if live.ended and live.verdict is not None else None,
+            )
+        )
+
+    # ------------------------------------------------------------------------------------------------ looking
+
+    async def get(self, tenant: TenantRow, session_id: str, *, lease_epoch: int | None = None) -> Live:
+        """A session of the tenant, its lease renewed. Raises `Refused`: 404, or 409 for a stale holder."""
+        live = self._live.get(session_id)
+        if live is None or live.tenant != tenant.name:
+            row = None
+            if live is None:
+                row = await asyncio.to_thread(
+                    lambda: self._store.find_session(tenant.name, session_id=session_id)
+                )
+            if row is None:
+                raise Refused(
+                    404,
+                    "unknown_session",
+                    f"{tenant.name} has no session {session_id:.64}.",
+                    fix="Open one, or use the token of the tenant that did.",
+                )
+            return self._remembered(row)
+        self._hold(live, lease_epoch)
+        return live
+
+    def _hold(self, live: Live, epoch: int | None) -> None:
+        if epoch is not None and epoch < live.lease_epoch:
+            raise Refused(
+                409,
+                "stale_lease",
+                f"Session {live.id} is held under epoch {live.lease_epoch}, not {epoch}.",
+                fix="Someone took it over; leave it to them, or lease it with a higher epoch.",
+            )
+        live.lease_until = max(live.lease_until, self._clock() + live.lease_ttl_s)
+
+    def _remembered(self, row: SessionRow) -> Live:
+        """An ended session from the store. What was ended by a restart is signed when its tenant asks."""
+        request = wire.OpenRequest.model_validate_json(row.body)
+        task = self.tasks.get(row.task_id)
+        if row.ended_at is None or row.verdict is None or task is None:
+            raise Refused(
+                409,
+                "elsewhere",
+                f"Session {row.id} belongs to gateway {row.gateway} (epoch {row.epoch}).",
+                fix="Ask that gateway.",
+            )
+        claim = self.slots.claim(row.tenant)
+        self.slots.release(claim)
+        return Live(
+            id=row.id,
+            tenant=row.tenant,
+            request=request,
+            body_hash=row.body_hash,
+            task=task,
+            signing_key=b"",
+            created_at=row.created_at,
+            queue_until=row.created_at,
+            claim=claim,
+            lease_ttl_s=request.lease_ttl_s,
+            lease_until=row.lease_until,
+            lease_epoch=row.lease_epoch,
+            state=State(row.state),
+            verdict=from_json(Verdict, row.verdict),
+        )
+
+    def lease(self, live: Live, request: wire.LeaseRequest) -> None:
+        """Renew, or take over with a higher epoch."""
+        self._alive(live)
+        self._hold(live, request.epoch)
+        live.lease_epoch = request.epoch
+        live.lease_ttl_s = request.ttl_s
+        live.lease_until = self._clock() + request.ttl_s
+
+    def _alive(self, live: Live) -> None:
+        if live.ended or live.ending is not None:
+            raise Over(live.state, live.fault)
+
+    def view(self, live: Live) -> wire.SessionView:
+        position = None if live.state is not State.QUEUED else self.slots.position(live.claim)
+        eta = None
+        if position is not None and self._held_s is not None:
+            eta = position * self._held_s / self.settings.slots
+        return wire.SessionView(
+            id=live.id,
+            state=live.state,
+            task=wire.TaskRef(id=live.task.id, revision=live.task.revision),
+            group_id=live.request.group_id,
+            position=position,
+            eta_s=eta,
+            queue_ms=live.claim.waited_s * 1000 if not live.claim.released or live.claim.granted_at else 0.0,
+            lease=self.lease_view(live),
+            deadline_at=live.request.deadline_at,
+            isolation=self.backend.isolation,
+            tools=[] if live.session is None else live.session.tools,
+            submitted=live.session is not None and live.session.submitted,
+            fault=live.fault,
+        )
+
+    def lease_view(self, live: Live) -> wire.LeaseView:
+        return wire.LeaseView(
+            epoch=live.lease_epoch, ttl_s=live.lease_ttl_s, until=live.lease_until, gateway_epoch=self.epoch
+        )
+
+    async def settled(self, live: Live, wait_s: float) -> None:
+        """Wait, at most so long, until it is ready or ended."""
+        until = time.monotonic() + wait_s
+        while live.state in (State.QUEUED, State.ADMITTED, State.PROVISIONING):
+            changed = live.changed
+            try:
+                async with asyncio.timeout(until - time.monotonic()):
+                    await changed.wait()
+            except TimeoutError:
+                return
+
+    def capacity(self, tenant: str) -> wire.CapacityView:
+        mine = Counter(str(live.state) for live in self._live.values() if live.tenant == tenant)
+        return wire.CapacityView(
+            slots=_ration_view(self.slots, tenant),
+            permits=_ration_view(self.permits, tenant),
+            verification=_ration_view(self.verification, tenant),
+            creates_limit=self.creates.limit,
+            breaker="closed" if self.slots.paused is None else "open",
+            leaked=self.leaked,
+            sessions=dict(mine),
+        )
+
+    # --------------------------------------------------------------------------------------------- operations
+
+    async def call(self, live: Live, action: Action, *, call_id: str, wait_s: float) -> Observation | None:
+        """A typed tool call; None: not done yet, ask again. Raises `Refused`, `Over` or `BoundaryError`."""
+
+        async def work(session: Session, queue_ms: float) -> Observation:
+            seen = await session.call(action)
+            return replace(seen, queue_ms=(seen.queue_ms or 0.0) + queue_ms)
+
+        what = action.tool if action.tool in live.task.tools else "unknown_tool"
+        body = json.dumps([action.tool, action.arguments], sort_keys=True).encode()
+        seen: Observation | None = await self._result(
+            live, self._operation(live, ("call", call_id), body, what, work), wait_s
+        )
+        return seen
+
+    async def exec(self, live: Live, body: wire.ExecBody, *, wait_s: float) -> wire.ExecView | None:
+        """A command; None: not done yet."""
+
+        async def work(session: Session, queue_ms: float) -> wire.ExecView:
+            result: ExecResult = await session.exec(body.request(live.id))
+            return wire.ExecView.of(result, exec_id=body.exec_id, queue_ms=queue_ms)
+
+        digest = body.model_dump_json().encode()
+        view: wire.ExecView | None = await self._result(
+            live, self._operation(live, ("exec", body.exec_id), digest, "exec", work), wait_s
+        )
+        return view
+
+    async def exec_again(self, live: Live, exec_id: str, *, wait_s: float) -> wire.ExecView | None:
+        """The result of a command that was sent before."""
+        known = live.operations.get(("exec", exec_id))
+        if known is None:
+            raise Refused(
+                404,
+                "unknown_exec",
+                f"Session {live.id} ran no command {exec_id}.",
+                fix="Send it with POST …/exec.",
+            )
+        view: wire.ExecView | None = await self._result(live, known, wait_s)
+        return view
+
+    async def once(self, live: Live, what: str, work: Callable[[Session], Awaitable[T]]) -> T:
+        """A file operation or a diff: short, so its answer is waited for."""
+
+        async def ignoring(session: Session, _: float) -> T:
+            return await work(session)
+
+        operation = self._operation(live, (what, secrets.token_hex(8)), b"", what, ignoring)
+        result: T | None = await self._result(live, operation, ONCE_DEADLINE_S)
+        if result is None:
+            raise SandboxError(
+                f"Session {live.id}: {what} did not finish within {ONCE_DEADLINE_S:g} s.",
+                fix="Ask again; the session may be busy with a long command.",
+                code="no_answer",
+                phase=what,
+            )
+        return result
+
+    def _operation(
+        self,
+        live: Live,
+        key: tuple[str, str],
+        body: bytes,
+        what: str,
+        work: Callable[[Session, float], Awaitable[Any]],
+    ) -> Operation:
+        digest = hashlib.sha256(body).hexdigest()
+        known = live.operations.get(key)
+        if known is not None:
+            if known.digest != digest:
+                raise Refused(
+                    409,
+                    f"{key[0]}_id_reused",
+                    f"{key[0]}_id {key[1]} was used for something else.",
+                    fix="Use a new id for a new request, or send the same body.",
+                )
+            return known
+        self._alive(live)
+        if live.session is None or live.state not in (State.READY, State.RUNNING):
+            raise Refused(
+                409,
+                "not_ready",
+                f"Session {live.id} is {live.state}, not ready for an action.",
+                fix="Wait until GET says ready."
+                if live.session is None
+                else "It is being judged: nothing can be done in it any more.",
+                retryable=live.session is None,
+            )
+        pending = sum(o.task is not None and not o.task.done() for o in live.operations.values())
+        if pending >= MAX_PENDING:
+            raise Refused(
+                429,
+                "too_many_pending",
+                f"{pending} operations of session {live.id} wait for each other.",
+                fix="A session does one thing at a time: wait for answers.",
+                retryable=True,
+                retry_after_s=1.0,
+            )
+        task = asyncio.create_task(self._operate(live, what, work))
+        task.add_done_callback(_retrieved)
+        operation = live.operations[key] = Operation(digest, task)
+        self._forget(live)
+        return operation
+
+    def _forget(self, live: Live) -> None:
+        remembered = [o for o in live.operations.values() if o.task is not None and o.task.done()]
+        for operation in remembered[: max(0, len(remembered) - KEPT_RESULTS)]:
+            operation.task = None
+
+    async def _result(self, live: Live, operation: Operation, wait_s: float) -> Any:
+        if operation.task is None:
+            raise Refused(
+                410,
+                "forgotten",
+                "This was done long ago and its result is no longer kept.",
+                fix="Use a new id.",
+            )
+        await asyncio.wait({operation.task}, timeout=wait_s)
+        if not operation.task.done():
+            return None
+        if operation.task.cancelled():
+            if live.ending is not None:
+                await asyncio.wait({live.ending}, timeout=wait_s)
+            raise Over(live.state, live.fault)
+        return operation.task.result()
+
+    async def _operate(self, live: Live, what: str, work: Callable[[Session, float], Awaitable[Any]]) -> Any:
+        async with live.lock:
+            self._ready(live)
+            claim = await self._turn(self.permits, live.tenant, what, permits=1)
+            try:
+                self._ready(live)
+                assert live.session is not None
+                self._move(live, State.RUNNING, note=what)
+                began = time.monotonic()
+                try:
+                    return await work(live.session, claim.waited_s * 1000)
+                finally:
+                    self.metrics.ran(what, time.monotonic() - began, claim.waited_s)
+            except BoundaryError as error:
+                fault = fault_of(error)
+                if fault.scored:
+                    raise  # the policy's own doing: the caller finalizes with it, and it is judged
+                if isinstance(error, SandboxLost) and live.state is State.RUNNING:
+                    self._move(live, State.LOST, fault)
+                self._begin_end(live, State.FAILED, fault)
+                raise
+            except (OSError, ValueError, Refused, Over):
+                raise  # the caller's own: a file that is not there, a path that is a folder
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # the boundary of an operation: classified and recorded
+                log.error("session %s: %s ended by an error of our own", live.id, what, exc_info=error)
+                self._begin_end(live, State.FAILED, self._bug(error))
+                raise
+            finally:
+                self.permits.release(claim)
+                if live.state is State.RUNNING and live.ending is None:
+                    self._move(live, State.READY)
+
+    def _ready(self, live: Live) -> None:
+        self._alive(live)
+        if live.state is not State.READY:
+            raise Refused(
+                409,
+                "not_ready",
+                f"Session {live.id} is {live.state}, not ready for an action.",
+                fix="Nothing can be done in it any more.",
+            )
+
+    async def _turn(self, ration: Ration, tenant: str, what: str, **needs: float) -> Claim:
+        """Wait for a share; give it back with `release`."""
+        claim = ration.claim(tenant, **needs)
+        ration.queue([claim])
+        try:
+            async with asyncio.timeout(PERMIT_DEADLINE_S):
+                await claim.granted
+        except TimeoutError as error:
+            ration.release(claim)
+            raise SandboxError(
+                f"waiting for a turn of {what} since {PERMIT_DEADLINE_S:g} s: all are taken.",
+                fix="Give the gateway more permits, or fewer sessions.",
+                code="no_permit",
+                phase="queue",
+            ) from error
+        except BaseException:
+            ration.release(claim)
+            raise
+        return claim
+
+    # --------------------------------------------------------------------------------------------------- ends
+
+    async def finalize(
+        self, live: Live, termination: Termination, fault: Fault | None, *, wait_s: float
+    ) -> Verdict | None:
+        """The verdict; None: not yet, ask again. Asked again, the same one."""
+        if live.verdict is None or not live.ended:
+            if live.ending is None and live.finalizing is None:
+                if live.session is None:
+                    raise Refused(
+                        409,
+                        "not_ready",
+                        f"Session {live.id} is {live.state}: there is nothing to judge.",
+                        fix="Wait until it is ready, or DELETE it.",
+                        retryable=True,
+                    )
+                live.finalizing = asyncio.create_task(self._finalize(live, termination, fault))
+                live.finalizing.add_done_callback(_retrieved)
+            waiting = live.finalizing if live.ending is None else live.ending
+            assert waiting is not None
+            await asyncio.wait({waiting}, timeout=wait_s)
+            if waiting.done() and waiting is live.finalizing and live.ending is not None:
+                await asyncio.wait({live.ending}, timeout=wait_s)
+            if not live.ended or (live.ending is not None and not live.ending.done()):
+                return None
+            if live.ending is not None:
+                live.ending.result()
+        assert live.verdict is not None
+        return live.verdict
+
+    async def _finalize(self, live: Live, termination: Termination, fault: Fault | None) -> None:
+        async with live.lock:
+            if live.ended or live.ending is not None:
+                return
+            assert live.session is not None
+            assert live.state is State.READY, f"session {live.id} is {live.state} and nobody holds it"
+            self._move(live, State.FINALIZING, fault, str(termination))
+            judged = termination not in (Termination.CANCELLED, Termination.FAULT) and (
+                fault is None or fault.scored
+            )
+            claim: Claim | None = None
+            try:
+                if judged:
+                    claim = await self._turn(self.verification, live.tenant, "verification", verifications=1)
+                async with asyncio.timeout(2 * live.task.grader.timeout_s + FINALIZE_GRACE_S):
+                    verdict = await live.session.finalize(termination=termination, fault=fault)
+            except TimeoutError:
+                self._begin_end(live, State.FAILED, _silent(live))
+                return
+            except BoundaryError as error:
+                self._begin_end(live, State.FAILED, fault_of(error))
+                return
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # the boundary of a verdict: classified and recorded
+                log.error("session %s could not be judged by an error of our own", live.id, exc_info=error)
+                self._begin_end(live, State.FAILED, self._bug(error))
+                return
+            finally:
+                if claim is not None:
+                    self.verification.release(claim)
+            if verdict.reward is not None:
+                state = State.DONE
+            else:
+                state = State.CANCELLED if termination is Termination.CANCELLED else State.FAILED
+            ending = self._begin_end(live, state, verdict.fault, verdict)
+        await asyncio.shield(ending)
+
+    async def cancel(self, live: Live) -> None:
+        """End it now, without a reward. Idempotent; its slot is given back when the sandbox is gone."""
+        if not live.ended:
+            await self._end(
+                live,
+                State.CANCELLED,
+                self._own("cancelled", "The caller deleted the session.", retryable=True),
+            )
+
+    async def _end(self, live: Live, state: State, fault: Fault) -> None:
+        await asyncio.shield(self._begin_end(live, state, fault))
+
+    def _begin_end(
+        self, live: Live, state: State, fault: Fault | None, verdict: Verdict | None = None
+    ) -> asyncio.Task[None]:
+        """Start the one ending of a session; a second one has no effect. Returns the one."""
+        if live.ending is None:
+            assert not live.ended, "an ended session from the store does not end again"
+            live.ending = asyncio.create_task(self._ending(live, state, fault, verdict))
+            live.ending.add_done_callback(_retrieved)
+            self._background.add(live.ending)
+            live.ending.add_done_callback(self._background.discard)
+        return live.ending
+
+    async def _ending(self, live: Live, state: State, fault: Fault | None, verdict: Verdict | None) -> None:
+        if verdict is None:
+            assert fault is not None
+            await self._interrupt(live)
+            verdict = await self._unscored(live, state, fault)
+            if verdict.reward is not None:  # it was judged already when the deadline came
+                state = State.DONE
+        live.verdict = verdict
+        self._move(live, state, verdict.fault)
+        self.metrics.ended(state, verdict.fault)
+        closing = asyncio.create_task(self._close(live))
+        self._background.add(closing)
+        closing.add_done_callback(self._background.discard)
+        await self._written().flushed()
+
+    async def _interrupt(self, live: Live) -> None:
+        """Cancel whatever is done for the session and wait until it stopped."""
+        running = [live.driver, live.finalizing, *(o.task for o in live.operations.values())]
+        stopping = {task for task in running if task is not None and not task.done()}
+        for task in stopping:
+            task.cancel()
+        if stopping:
+            _, stuck = await asyncio.wait(stopping, timeout=INTERRUPT_DEADLINE_S)
+            if stuck:
+                log.error("session %s: %d operations did not stop when cancelled", live.id, len(stuck))
+
+    async def _unscored(self, live: Live, state: State, fault: Fault) -> Verdict:
+        """The verdict of an end without judgement, with whatever evidence there is."""
+        if live.session is not None:
+            termination = Termination.CANCELLED if state is State.CANCELLED else Termination.FAULT
+            unscored = fault if not fault.scored else self._own(fault.code, fault.message, retryable=False)
+            try:
+                async with asyncio.timeout(INTERRUPT_DEADLINE_S):
+                    return await live.session.finalize(termination=termination, fault=unscored)
+            except (BoundaryError, TimeoutError) as error:
+                log.error("session %s: no evidence of its end: %s", live.id, error)
+        bare = grading.unscored(fault, (), isolation=self.backend.isolation)
+        return grading.sign(bare, live.signing_key)
+
+    async def _close(self, live: Live) -> None:
+        """The sandbox goes, then its slot is free. The terminal record does not wait for it."""
+        if live.session is not None:
+            closing = asyncio.ensure_future(live.session.close())
+            try:
+                async with asyncio.timeout(CLOSE_DEADLINE_S):
+                    await asyncio.shield(closing)
+            except TimeoutError:
+                self.leaked += 1
+                log.error("session %s: its sandbox did not close within %g s", live.id, CLOSE_DEADLINE_S)
+                await asyncio.gather(closing, return_exceptions=True)
+                self.leaked -= 1
+            except Exception as error:  # a backend that breaks its promise never to raise
+                log.error("session %s: closing its sandbox failed", live.id, exc_info=error)
+        if live.claim.granted_at is not None:
+            held = time.monotonic() - live.claim.granted_at
+            self._held_s = held if self._held_s is None else 0.9 * self._held_s + 0.1 * held
+        self.slots.release(live.claim)
+        live.operations = {
+            key: Operation(o.digest, o.task if o.task is not None and o.task.done() else None)
+            for key, o in live.operations.items()
+        }
+        self._evict()
+
+    def _evict(self) -> None:
+        ended = [live for live in self._live.values() if live.ended and live.claim.released]
+        for live in ended[: max(0, len(ended) - KEPT_ENDED)]:
+            del self._live[live.id]
+            self._by_key.pop((live.tenant, live.request.client_key), None)
+
+    async def _reap(self) -> None:
+        """End what has outlived its lease, its deadline or its patience in the queue."""
+        while True:
+            await asyncio.sleep(self.settings.reap_every_s)
+            now = self._clock()
+            for live in list(self._live.values()):
+                if live.ended or live.ending is not None:
+                    continue
+                why = self._overdue(live, now)
+                if why is not None:
+                    self._begin_end(live, State.EXPIRED, why)
+            old = time.monotonic() - GROUP_REMEMBERED_S
+            self._gathered = {key: at for key, at in self._gathered.items() if at > old}
+            self._gathering = {
+                key: claims
+                for key, claims in self._gathering.items()
+                if not all(claim.released for claim in claims)
+            }
+
+    def _overdue(self, live: Live, now: float) -> Fault | None:
+        deadline = live.request.deadline_at
+        if deadline is not None and now >= deadline:
+            return self._own("deadline", f"deadline_at passed while {live.state}.", retryable=False)
+        if live.state is State.QUEUED and now >= live.queue_until:
+            return Fault(
+                owner="environment",
+                code="queue_timeout",
+                phase="queue",
+                retryable=True,
+                message=f"Not admitted within {live.request.queue_timeout_s:g} s: "
+                + ("other members of its group are missing." if self._alone(live) else "no slot was free."),
+            )
+        if now >= live.lease_until:
+            return self._own(
+                "lease_expired",
+                f"Nobody renewed the lease for {live.lease_ttl_s:g} s (state {live.state}).",
+                retryable=True,
+            )
+        return None
+
+    def _alone(self, live: Live) -> bool:
+        return self.slots.position(live.claim) is None
+
+    def _own(self, code: str, message: str, *, retryable: bool) -> Fault:
+        return Fault(owner="gateway", code=code, phase="session", retryable=retryable, message=message)
+
+    def _bug(self, error: Exception) -> Fault:
+        return self._own("internal", f"{type(error).__name__}: {error}", retryable=True)
+
+
+def _silent(live: Live) -> Fault:
+    return Fault(
+        owner="environment",
+        code="no_answer",
+        phase="finalize",
+        retryable=True,
+        message=f"Session {live.id}: no verdict within its time.",
+    )
+
+
+def _ration_view(ration: Ration, tenant: str) -> wire.RationView:
+    return wire.RationView(
+        capacity=dict(ration.capacity),
+        in_use=dict(ration.in_use),
+        waiting={tenant: ration.waiting(tenant)},
+        waiting_total=ration.waiting(),
+        paused=ration.paused,
+    )
+
+
+def _retrieved(task: asyncio.Task[Any]) -> None:
+    """Its error is read by whoever asks for the result; nobody need ask."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,66 @@
+"""What happened, as Prometheus metrics. Counted as it happens; nothing here decides anything."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from agentrl.types import Fault
+from services.gateway.states import State
+
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class Metrics:
+    """One registry per gateway, so that several may live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._states = Gauge("agentrl_sessions", "Sessions by state.", ["state"], registry=self.registry)
+        self._ended = Counter(
+            "agentrl_sessions_ended",
+            "Terminal records by state and by the owner and code of the fault.",
+            ["state", "owner", "code"],
+            registry=self.registry,
+        )
+        self._queue = Histogram(
+            "agentrl_queue_seconds", "Waiting for a slot.", buckets=_SECONDS, registry=self.registry
+        )
+        self._ran = Histogram(
+            "agentrl_operation_seconds",
+            "Operations in sessions, without waiting for a permit.",
+            ["what"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._permit = Histogram(
+            "agentrl_permit_seconds", "Waiting for a run permit.", buckets=_SECONDS, registry=self.registry
+        )
+        self._held = Gauge(
+            "agentrl_in_use", "What is held of a resource.", ["resource"], registry=self.registry
+        )
+        self._leaked = Gauge(
+            "agentrl_leaked_sandboxes", "Sandboxes that did not close in time.", registry=self.registry
+        )
+
+    def moved(self, before: State | None, after: State) -> None:
+        if before is not None:
+            self._states.labels(state=str(before)).dec()
+        self._states.labels(state=str(after)).inc()
+
+    def ended(self, state: State, fault: Fault | None) -> None:
+        owner, code = ("", "") if fault is None else (fault.owner, fault.code)
+        self._ended.labels(state=str(state), owner=owner, code=code).inc()
+
+    def queued(self, seconds: float) -> None:
+        self._queue.observe(seconds)
+
+    def ran(self, what: str, seconds: float, queued_s: float) -> None:
+        self._ran.labels(what=what).observe(seconds)
+        self._permit.observe(queued_s)
+
+    def page(self, in_use: dict[str, float], leaked: int) -> bytes:
+        """The text that Prometheus reads."""
+        for resource, amount in in_use.items():
+            self._held.labels(resource=resource).set(amount)
+        self._leaked.set(leaked)
+        return generate_latest(self.registry)
