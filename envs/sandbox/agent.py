@@ -480,7 +480,20 @@ class _Supervisor:
             os.set_blocking(stdin_end, False)
         else:
             stdin = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            for fd in (
+                failed,
+                failed_end,
+                stdin,
+                *passed,
+                *self.pipes,
+                *([] if stdin_end is None else [stdin_end]),
+            ):
+                os.close(fd)
+            self.pipes = {}
+            return None, b"agentrl: cannot start the command: " + str(error).encode() + b"\n"
         if pid == 0:
             try:
                 _become_command(self.settings, self.request, [stdin, *passed])
@@ -1132,7 +1145,12 @@ class Agent:
         strings = [header.get("command") or "", header.get("cwd") or "", *(header.get("argv") or ())]
         if any("\0" in text for text in [*strings, *header.get("env", {}), *header.get("env", {}).values()]):
             raise Refused("bad_request", "a NUL byte in the command, its directory or its environment")
-        run = self._spare or self._fork_supervisor()
+        try:
+            run = self._spare or self._fork_supervisor()
+        except BlockingIOError as error:
+            # The policy's own processes fill the sandbox: its command can not start, which is its result.
+            self._reply(asker, *_not_started(error))
+            return
         self._spare = None
         assert run.link is not None
         self._execs[exec_id] = run
@@ -1347,6 +1365,21 @@ def _unknown(killed: int, verified: bool) -> Header:
         "leftovers_alive": 0,
         "kill_verified": verified,
     }
+
+
+def _not_started(error: OSError) -> tuple[Header, bytes]:
+    """The result of a command for which there was no process left."""
+    words = f"agentrl: cannot start the command: {error}\n".encode()
+    header = {
+        **_unknown(0, True),
+        "status": "exited",
+        "reason": None,
+        "exit_code": 127,
+        "kill_verified": None,
+    }
+    nothing = {**header["stdout"], "truncated": False}
+    stderr = {**nothing, "total": len(words), "head": len(words), "sha256": hashlib.sha256(words).hexdigest()}
+    return {**header, "stdout": nothing, "stderr": stderr}, words
 
 
 def close_others(keep: set[int]) -> None:

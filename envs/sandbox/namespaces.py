@@ -210,13 +210,17 @@ def _program() -> list[tuple[int, int, int, int]]:
     return [*out, (_RET, 0, 0, _ALLOW), ret_eperm]
 
 
-def install_seccomp() -> None:
-    """Refuse, for this process and all that come from it, what no command in a sandbox needs."""
+def seccomp_code() -> bytes:
+    """The filter of this machine's architecture as the kernel takes it, eight bytes an instruction."""
     if _AUDIT == 0:
         raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}", "seccomp")
+    return b"".join(struct.pack("=HBBI", *line) for line in _program())
+
+
+def install_seccomp() -> None:
+    """Refuse, for this process and all that come from it, what no command in a sandbox needs."""
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    program = _program()
-    code = b"".join(struct.pack("=HBBI", *line) for line in program)
+    code = seccomp_code()
     buffer = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("@HP", len(program), ctypes.addressof(buffer))
+    header = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, header, 0, 0), "seccomp")

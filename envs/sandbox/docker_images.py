@@ -1,0 +1,483 @@
+"""A task's `environment/` folder to an image that the engine has, and to the tree that its workdir starts as.
+
+A folder with a Dockerfile is built, under a tag that is the hash of the folder; a folder without one (or with
+nothing but `FROM scratch`) is workspace files over the base image. Invariants: the same folder is built once,
+however many ask at once; a sandbox is started from an image *id* that was written down when the folder was
+prepared, never from a tag; an image in which the agent can not run is refused here, with what to do, not at
+the first command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from agentrl.config import environment
+from agentrl.errors import SandboxError, TaskError
+from envs.sandbox import agent, docker_init, rootfs
+from envs.sandbox.engine import Engine, EngineRefused
+from envs.sandbox.images import Images
+from envs.sandbox.interpreter import base_python
+
+TOOLS = "/opt/agentrl/tools"
+PYTHON = "/opt/agentrl/python"
+BUILD_DEADLINE_S = 1800.0
+PULL_DEADLINE_S = 1800.0
+IMPORT_DEADLINE_S = 300.0
+PROBE_DEADLINE_S = 60.0
+COPY_DEADLINE_S = 300.0
+WORDS = 4000
+"""Characters of a failed build's output that go into the error."""
+_CHUNK = 1 << 20
+_NO_BASH, _OLD_PYTHON = 3, 4
+_PROBE = f"""
+import sys
+if sys.version_info < (3, 8): sys.exit({_OLD_PYTHON})
+import ctypes, fcntl, hashlib, json, resource, select, selectors, socket, struct, os, py_compile
+for name in ("agent.py", "docker_init.py"):
+    try: py_compile.compile("{TOOLS}/" + name, doraise=True)
+    except OSError: pass
+folders = os.environ.get("PATH", "").split(":")
+sys.exit(0 if any(os.access(folder + "/bash", os.X_OK) for folder in folders) else {_NO_BASH})
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a sandbox is started from."""
+
+    image_id: str
+    files: bool
+    """The workdir is the prepared copy of the folder's files; otherwise what the image has there."""
+    python: str
+    """The interpreter as the container sees it."""
+    own_python: bool
+    """Whether the image has it; otherwise a copy of this machine's is mounted."""
+    path: str | None
+    env: dict[str, str]
+    volumes: tuple[str, ...]
+    """Folders that the image declares as volumes: they get a limited tmpfs instead."""
+
+
+class DockerImages:
+    """Images of one engine; copies and notes below `root`."""
+
+    def __init__(
+        self, engine: Engine, root: Path, *, owner: tuple[int, int] | None, base_image: str | None
+    ) -> None:
+        self._engine = engine
+        self._root = root
+        self._owner = owner
+        self._base_image = base_image or environment("DOCKER_BASE")
+        self._copies = Images(root / "images", owner)
+        self._known: dict[str, Prepared] = {}
+        self._interpreters: dict[str, tuple[str, bool]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def prepare(self, environment_dir: str) -> str:
+        """Returns the folder's digest. See `contract.Backend.prepare`."""
+        digest = await self._copies.prepare(environment_dir)
+        async with self._lock(digest):
+            if await self._recall(digest) is None:
+                dockerfile = Path(environment_dir) / "Dockerfile"
+                built = dockerfile.is_file() and not _only_files(dockerfile)
+                image = await (self._build(environment_dir, digest) if built else self._base())
+                prepared = await self._describe(image, files=not built)
+                self._note(digest).parent.mkdir(parents=True, exist_ok=True)
+                _replace(self._note(digest), json.dumps(asdict(prepared)).encode())
+                self._known[digest] = prepared
+        return digest
+
+    async def require(self, digest: str) -> Prepared:
+        """What `prepare` noted, also in an earlier process. Raises `SandboxError` image_unknown."""
+        async with self._lock(digest):
+            prepared = None if "/" in digest else await self._recall(digest)
+        if prepared is None:
+            raise SandboxError(
+                f"There is no prepared image {digest}.",
+                fix="Call prepare() with the task's environment folder first.",
+                code="image_unknown",
+                phase="prepare",
+                retryable=False,
+            )
+        return prepared
+
+    async def _recall(self, digest: str) -> Prepared | None:
+        if digest in self._known:
+            return self._known[digest]
+        try:
+            facts = json.loads(self._note(digest).read_bytes())
+        except (OSError, ValueError):
+            return None
+        prepared = Prepared(**{**facts, "volumes": tuple(facts["volumes"])})
+        if await self._engine.image(prepared.image_id, phase="prepare") is None:
+            return None
+        self._known[digest] = prepared
+        return prepared
+
+    def _note(self, digest: str) -> Path:
+        return self._root / "notes" / (digest.replace(":", "-") + ".json")
+
+    def _lock(self, key: str) -> asyncio.Lock:
+        return self._locks.setdefault(key, asyncio.Lock())
+
+    async def snapshot(self, folder: str) -> Path:
+        """A copy of a folder that is mounted beside an image."""
+        return await self._copies.snapshot(folder)
+
+    # -- images
+
+    async def _base(self) -> str:
+        """The id of the image under a folder that brings only files."""
+        async with self._lock("base"):
+            if self._base_image is not None:
+                return await self._named(self._base_image)
+            tag = "agentrl/base:" + await asyncio.to_thread(rootfs.identity)
+            found = await self._engine.image(tag, phase="prepare")
+            if found is None:
+                await self._import(tag)
+                found = await self._engine.image(tag, phase="prepare")
+            return _id(found, tag)
+
+    async def _named(self, name: str) -> str:
+        found = await self._engine.image(name, phase="prepare")
+        if found is None:
+            await self._pull(name)
+            found = await self._engine.image(name, phase="prepare")
+        return _id(found, name)
+
+    async def _pull(self, name: str) -> None:
+        repository, colon, tag = name.rpartition(":")
+        where = (
+            {"fromImage": repository, "tag": tag}
+            if colon and "/" not in tag
+            else {"fromImage": name, "tag": "latest"}
+        )
+        try:
+            problem = await self._follow(
+                "/images/create", where, None, phase="pull", deadline_s=PULL_DEADLINE_S
+            )
+        except EngineRefused as refused:
+            problem = refused.message
+        if problem is not None:
+            raise SandboxError(
+                f"The image {name} could not be pulled: {problem[-WORDS:]}",
+                fix="Pull or import it by hand, or set AGENTRL_DOCKER_BASE to an image that the engine has.",
+                code="pull_failed",
+                phase="pull",
+            )
+
+    async def _import(self, tag: str) -> None:
+        """Make the base image of this machine's own programs."""
+        repository, _, version = tag.rpartition(":")
+        where = {"fromSrc": "-", "repo": repository, "tag": version}
+        with tempfile.TemporaryFile() as file:
+            await asyncio.to_thread(rootfs.write_rootfs, cast(BinaryIO, file))
+            file.seek(0)
+            content = _pieces(cast(BinaryIO, file))
+            problem = await self._follow(
+                "/images/create", where, content, phase="import", deadline_s=IMPORT_DEADLINE_S
+            )
+        if problem is not None:
+            raise SandboxError(
+                f"The base image could not be imported: {problem[-WORDS:]}",
+                fix="Set AGENTRL_DOCKER_BASE to an image that the engine has.",
+                code="no_base",
+                phase="prepare",
+            )
+
+    async def _build(self, environment_dir: str, digest: str) -> str:
+        tag = "agentrl/environment:" + digest.partition(":")[2]
+        found = await self._engine.image(tag, phase="build")
+        if found is None:
+            with tempfile.TemporaryFile() as file:
+                await asyncio.to_thread(_context, Path(environment_dir), cast(BinaryIO, file))
+                file.seek(0)
+                where = {"t": tag, "rm": "1", "forcerm": "1", "labels": json.dumps({"agentrl": "image"})}
+                content = _pieces(cast(BinaryIO, file))
+                try:
+                    problem = await self._follow(
+                        "/build", where, content, phase="build", deadline_s=BUILD_DEADLINE_S
+                    )
+                except EngineRefused as refused:
+                    problem = refused.message
+            if problem is not None:
+                raise TaskError(
+                    f"The Dockerfile of {environment_dir} could not be built: {problem[-WORDS:]}",
+                    fix="Try it by hand: `docker build` in that folder.",
+                    code="build_failed",
+                    phase="build",
+                )
+            found = await self._engine.image(tag, phase="build")
+        return _id(found, tag)
+
+    async def _follow(
+        self,
+        route: str,
+        params: dict[str, str],
+        content: AsyncIterator[bytes] | None,
+        *,
+        phase: str,
+        deadline_s: float,
+    ) -> str | None:
+        """Read a stream of progress records to its end. Returns the output so far if one of them is an
+        error."""
+        said: list[str] = []
+        async with self._engine.stream(
+            "POST", route, phase=phase, deadline_s=deadline_s, params=params, content=content
+        ) as response:
+            async for line in response.aiter_lines():
+                try:
+                    record: dict[str, Any] = json.loads(line)
+                except ValueError:
+                    continue
+                said = [*said[-200:], str(record.get("stream", ""))]
+                if "error" in record:
+                    return "".join(said) + str(record["error"])
+        return None
+
+    # -- the agent's needs
+
+    async def _describe(self, image_id: str, *, files: bool) -> Prepared:
+        facts = await self._engine.image(image_id, phase="prepare")
+        if facts is None:
+            raise SandboxError(f"The image {image_id} vanished.", code="image_gone", phase="prepare")
+        config: dict[str, Any] = facts.get("Config") or {}
+        env = dict(entry.partition("=")[::2] for entry in config.get("Env") or ())
+        path = env.pop("PATH", None)
+        env.pop("HOME", None)
+        async with self._lock("python " + image_id):
+            if image_id not in self._interpreters:
+                self._interpreters[image_id] = await self._interpreter(image_id)
+        python, own = self._interpreters[image_id]
+        volumes = tuple(sorted(config.get("Volumes") or ()))
+        return Prepared(
+            image_id=image_id, files=files, python=python, own_python=own, path=path, env=env, volumes=volumes
+        )
+
+    async def _interpreter(self, image_id: str) -> tuple[str, bool]:
+        """The Python that the agent runs under in this image, and whether it is the image's own."""
+        tools = await asyncio.to_thread(self.tools)
+        binds = [f"{tools}:{TOOLS}"]
+        code, why = await self._trial(image_id, "python3", binds)
+        own = code in (0, _NO_BASH)
+        if not own:
+            copy, inside = await asyncio.to_thread(self.python)
+            code, _ = await self._trial(image_id, inside, [*binds, f"{copy}:{PYTHON}:ro"])
+        if code == _NO_BASH:
+            raise SandboxError(
+                f"The image {image_id[:19]} has no bash, under which commands run.",
+                fix="Install bash in its Dockerfile.",
+                owner="task",
+                code="no_bash",
+                phase="prepare",
+                retryable=False,
+            )
+        if code != 0:
+            raise SandboxError(
+                f"The image {image_id[:19]} has no Python >= 3.8, and this machine's does not run there.",
+                fix="Install python3 in its Dockerfile, or use an image with glibc.",
+                owner="task",
+                code="no_python",
+                phase="prepare",
+                retryable=False,
+                evidence={"python3": why},
+            )
+        return ("python3", True) if own else (inside, False)
+
+    async def _trial(self, image_id: str, python: str, binds: list[str]) -> tuple[int, str]:
+        """Run the probe in a throw-away container: its exit code, or -1 and why it did not start."""
+        body = {
+            "Image": image_id,
+            "User": "0:0",
+            "Entrypoint": [python, "-I", "-S", "-c", _PROBE],
+            "Cmd": [],
+            "Labels": {"agentrl": "probe"},
+            "HostConfig": {
+                "NetworkMode": "none",
+                "ReadonlyRootfs": True,
+                "CapDrop": ["ALL"],
+                "SecurityOpt": ["no-new-privileges"],
+                "Memory": 256 << 20,
+                "MemorySwap": 256 << 20,
+                "PidsLimit": 32,
+                "NanoCpus": 10**9,
+                "LogConfig": {"Type": "none"},
+                "Binds": binds,
+            },
+        }
+        call = self._engine.call
+        limit: dict[str, Any] = {"phase": "probe", "deadline_s": PROBE_DEADLINE_S}
+        made = await call("POST", "/containers/create", body=body, **limit)
+        route = f"/containers/{made['Id']}"
+        try:
+            await call("POST", route + "/start", **limit)
+            ended = await call("POST", route + "/wait", **limit)
+            return int(ended["StatusCode"]), f"exit code {ended['StatusCode']}"
+        except EngineRefused as refused:
+            return -1, refused.message[:500]
+        finally:
+            await self._engine.remove(made["Id"], deadline_s=PROBE_DEADLINE_S)
+
+    def tools(self) -> Path:
+        """The folder with the agent that is mounted into every sandbox."""
+        sources = [Path(agent.__file__), Path(docker_init.__file__)]
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+        folder = self._root / f"tools-{digest}"
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o755)
+        for path in sources:
+            if not (folder / path.name).exists():
+                _replace(folder / path.name, path.read_bytes())
+        return folder
+
+    def python(self) -> tuple[Path, str]:
+        """A copy of this machine's Python without installed packages: its folder, and the path inside."""
+        program = Path(base_python())
+        prefix = program.parent.parent
+        library = next(iter(sorted(prefix.glob("lib/python3.*/os.py"), reverse=True)), None)
+        if library is None:
+            return prefix, f"{PYTHON}/bin/{program.name}"
+        facts = program.stat()
+        marks = f"{program} {facts.st_size} {facts.st_mtime_ns}"
+        target = self._root / ("python-" + hashlib.sha256(marks.encode()).hexdigest()[:16])
+        if not target.is_dir():
+            building = Path(tempfile.mkdtemp(prefix=".building-", dir=self._root))
+            (building / "bin").mkdir()
+            shutil.copy2(program, building / "bin" / program.name)
+            skipped = shutil.ignore_patterns(
+                "site-packages", "dist-packages", "__pycache__", "test", "config-*"
+            )
+            shutil.copytree(library.parent, building / "lib" / library.parent.name, ignore=skipped)
+            building.chmod(0o755)
+            try:
+                os.rename(building, target)
+            except OSError:  # Someone else was faster with the same content.
+                shutil.rmtree(building, ignore_errors=True)
+        return target, f"{PYTHON}/bin/{program.name}"
+
+    # -- what the workdir starts as
+
+    async def workdir(self, digest: str, prepared: Prepared, workdir: str) -> Path:
+        """A tree on this machine, never written again, that equals the workdir of a fresh sandbox."""
+        if prepared.files:
+            return self._copies.require(digest)
+        key = hashlib.sha256(f"{prepared.image_id} {workdir}".encode()).hexdigest()[:32]
+        target = self._root / "workdirs" / key
+        async with self._lock("workdir " + key):
+            if not target.is_dir():
+                await self._extract(prepared.image_id, workdir, target)
+        return target
+
+    async def _extract(self, image_id: str, workdir: str, target: Path) -> None:
+        """Copy the workdir out of the image, through a container that is never started."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        body = {
+            "Image": image_id,
+            "Entrypoint": ["-"],
+            "Labels": {"agentrl": "probe"},
+            "NetworkDisabled": True,
+        }
+        made = await self._engine.call(
+            "POST", "/containers/create", phase="prepare", deadline_s=COPY_DEADLINE_S, body=body
+        )
+        building = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+        try:
+            with tempfile.TemporaryFile() as file:
+                try:
+                    await self.archive(made["Id"], workdir, cast(BinaryIO, file))
+                except EngineRefused as refused:
+                    if refused.status != 404:  # An image without that folder: it starts empty.
+                        raise
+                await asyncio.to_thread(_unpack, cast(BinaryIO, file), building, self._owner)
+            os.rename(building, target)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, building, True)
+            raise
+        finally:
+            await self._engine.remove(made["Id"], deadline_s=COPY_DEADLINE_S)
+
+    async def archive(self, container: str, path: str, out: BinaryIO) -> None:
+        """The engine's tar of a folder of a container, running or not. Raises `EngineRefused` 404 without
+        it."""
+        async with self._engine.stream(
+            "GET",
+            f"/containers/{container}/archive",
+            phase="archive",
+            deadline_s=COPY_DEADLINE_S,
+            params={"path": path},
+        ) as response:
+            async for piece in response.aiter_bytes(_CHUNK):
+                await asyncio.to_thread(out.write, piece)
+        out.seek(0)
+
+
+def _id(found: dict[str, Any] | None, name: str) -> str:
+    if found is None:
+        raise SandboxError(
+            f"The engine has no image {name}.",
+            fix="Set AGENTRL_DOCKER_BASE to an image that it has (`docker images`).",
+            code="image_gone",
+            phase="prepare",
+        )
+    return str(found["Id"])
+
+
+def _only_files(dockerfile: Path) -> bool:
+    """Nothing but `FROM scratch`: the folder says that it brings files and wants no system of its own."""
+    lines = [line.strip() for line in dockerfile.read_text("utf-8", "replace").splitlines()]
+    return [line.lower() for line in lines if line and not line.startswith("#")] == ["from scratch"]
+
+
+def _context(folder: Path, out: BinaryIO) -> None:
+    def neutral(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = info.mtime = 0
+        info.uname = info.gname = ""
+        return info
+
+    with tarfile.open(fileobj=out, mode="w|") as tar:
+        tar.add(folder, arcname=".", filter=neutral)
+
+
+async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    while data := await asyncio.to_thread(file.read, _CHUNK):
+        yield data
+
+
+def _unpack(file: BinaryIO, target: Path, owner: tuple[int, int] | None) -> None:
+    """The content of the archive's one top folder into `target`, nothing outside it, all of it `owner`'s."""
+
+    def below(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+        _, _, name = member.name.partition("/")
+        if not name or member.isdev():
+            return None
+        linkname = member.linkname.partition("/")[2] if member.islnk() else member.linkname
+        return tarfile.tar_filter(member.replace(name=name, linkname=linkname, deep=False), path)
+
+    file.seek(0)
+    if file.read(1):
+        file.seek(0)
+        with tarfile.open(fileobj=file, mode="r|") as tar:
+            tar.extractall(target, filter=below)
+    if owner is not None:
+        for root, folders, files in os.walk(target):
+            for name in (*folders, *files):
+                os.chown(os.path.join(root, name), *owner, follow_symlinks=False)
+        os.chown(target, *owner)
+    target.chmod(0o755)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    beside = path.with_name(f".{path.name}-{os.urandom(6).hex()}")
+    beside.write_bytes(data)
+    beside.chmod(0o644)
+    os.rename(beside, path)

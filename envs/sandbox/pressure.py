@@ -1,0 +1,94 @@
+"""How many operations may be under way at once, learned from how long they take: additive increase,
+multiplicative decrease.
+
+An engine that is asked for more than it can do at once gets slower for everyone. The limit starts at its
+maximum; an operation that took several times as long as the quickest ones, or failed, halves it, at most once
+per second; each good one raises it a little. Waiting is first come, first served. The invariant: never more
+than `maximum` at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+SLOW_FACTOR = 6.0
+"""So many times the quickest latency counts as overload; less is what sharing the machine costs anyway."""
+REST_S = 1.0
+"""Between two decreases: operations that began before the first one say nothing new."""
+_FORGET = 1.02
+"""The quickest latency is forgotten at this rate, so that a machine that became slower is accepted."""
+
+
+class Pressure:
+    """Belongs to one event loop."""
+
+    def __init__(self, maximum: int) -> None:
+        self.maximum = maximum
+        self.limit = float(maximum)
+        self.in_flight = 0
+        self.peak = 0
+        self._quickest: float | None = None
+        self._decreased_at = 0.0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold one slot; the time inside is what the limit learns from. The caller sets the deadline."""
+        await self._acquire()
+        begun = time.monotonic()
+        good = False
+        try:
+            yield
+            good = True
+        except asyncio.CancelledError:
+            good = True  # Says nothing about the engine.
+            raise
+        finally:
+            self.in_flight -= 1
+            self.learn(time.monotonic() - begun, failed=not good)
+            self._wake()
+
+    def learn(self, latency_s: float, *, failed: bool = False) -> None:
+        """Move the limit after an operation."""
+        quickest = self._quickest
+        slow = quickest is not None and latency_s > SLOW_FACTOR * quickest
+        if failed or slow:
+            now = time.monotonic()
+            if now - self._decreased_at >= REST_S:
+                self.limit = max(1.0, self.limit / 2)
+                self._decreased_at = now
+        else:
+            self.limit = min(float(self.maximum), self.limit + 1.0 / self.limit)
+        if not failed:
+            self._quickest = latency_s if quickest is None else min(latency_s, quickest * _FORGET)
+
+    async def _acquire(self) -> None:
+        if self._waiting or self.in_flight >= int(self.limit):
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self.in_flight -= 1  # The slot was given in the moment that its taker gave up.
+                    self._wake()
+                else:
+                    self._waiting.remove(turn)
+                raise
+            return
+        self._take()
+
+    def _take(self) -> None:
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+
+    def _wake(self) -> None:
+        while self._waiting and self.in_flight < int(self.limit):
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._take()
+                turn.set_result(None)

@@ -1,0 +1,150 @@
+"""What tests of the Docker backend need: the engine, or why there is none; and a proxy in front of it that
+breaks things on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from agentrl.errors import SandboxError
+from envs.sandbox.contract import Sandbox
+from envs.sandbox.docker import DockerBackend
+from envs.sandbox.engine import socket_path
+
+Act = Literal["delay", "never", "drop_answer", "refuse"]
+
+
+def docker(*words: str) -> str:
+    """The engine's own command line, as an outsider would use it."""
+    done = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
+
+
+def engine_or_skip() -> str:
+    """The engine's socket; skips the test when none of its sandboxes can be made here."""
+    if shutil.which("docker") is None:
+        pytest.skip("no docker command")
+    try:
+        backend = DockerBackend(Path("unused"))
+        backend.check()
+        return socket_path()
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+def kill_container(box: Sandbox) -> None:
+    docker("kill", box.info.id)
+
+
+def containers_of(backend: DockerBackend) -> list[str]:
+    """Names of every container that carries this backend's label, dead or alive."""
+    return docker(
+        "ps", "-a", "--filter", f"label=agentrl.backend={backend.id}", "--format", "{{.Names}}"
+    ).split()
+
+
+def mounts_below(folder: Path) -> list[str]:
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line.split()[4] for line in lines if line.split()[4].startswith(str(folder))]
+
+
+@dataclass
+class Rule:
+    """What happens to requests whose first line contains `route`, `times` times."""
+
+    route: str
+    act: Act
+    times: int = 10**9
+    seconds: float = 0.0
+    hits: int = 0
+
+
+@dataclass
+class Proxy:
+    """A unix socket in front of the engine's. One request per connection, as our client does it."""
+
+    path: str
+    engine: str
+    rules: list[Rule] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+    in_flight: dict[str, int] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+    _ends: list[Callable[[], None]] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._ends.append(writer.close)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            line = head.split(b"\r\n")[0].decode()
+            self.seen.append(line)
+            rule = next((r for r in self.rules if r.route in line and r.hits < r.times), None)
+            kind = "start" if "/start" in line else "create" if "/containers/create" in line else "other"
+            self.in_flight[kind] = self.in_flight.get(kind, 0) + 1
+            self.peak[kind] = max(self.peak.get(kind, 0), self.in_flight[kind])
+            try:
+                await self._pass(head, reader, writer, rule)
+            finally:
+                self.in_flight[kind] -= 1
+        writer.close()
+
+    async def _pass(
+        self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rule: Rule | None
+    ) -> None:
+        if rule is not None:
+            rule.hits += 1
+            if rule.act == "never":
+                await asyncio.sleep(3600)
+            if rule.act == "refuse":
+                writer.write(
+                    b"HTTP/1.1 500 Server Error\r\nContent-Type: application/json\r\n"
+                    b'Content-Length: 18\r\n\r\n{"message":"rule"}'
+                )
+                await writer.drain()
+                return
+            if rule.act == "delay":
+                await asyncio.sleep(rule.seconds)
+        there, back = await asyncio.open_unix_connection(self.engine)
+        self._ends.append(back.close)
+        back.write(head)
+        forward = asyncio.create_task(_pump(reader, back))
+        try:
+            if rule is not None and rule.act == "drop_answer":
+                await there.read(1)  # The engine has done it, and nobody hears.
+                return
+            await _pump(there, writer)
+        finally:
+            forward.cancel()
+            back.close()
+
+    def close(self) -> None:
+        for end in self._ends:
+            end()
+
+
+async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await source.read(1 << 16):
+            target.write(data)
+            await target.drain()
+
+
+@asynccontextmanager
+async def proxied(folder: Path) -> AsyncIterator[Proxy]:
+    path = str(folder / f"p{os.urandom(3).hex()}.sock")
+    proxy = Proxy(path, socket_path())
+    server = await asyncio.start_unix_server(proxy.serve, path)
+    try:
+        yield proxy
+    finally:
+        server.close()
+        proxy.close()
