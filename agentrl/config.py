@@ -83,7 +83,7 @@ class SmallPolicy(_Section):
     GPU."""
 
     hidden_size: Positive = 160
-    layers: Annotated[int, Field(ge=2)] = 3
+    layers: Annotated[int, Field(ge=2)] = 2
     heads: Annotated[int, Field(ge=2)] = 4
     head_dim: Positive = 64
     vocabulary: Annotated[int, Field(ge=300)] = 1000

@@ -108,58 +108,29 @@ FUNCTIONS = (
     ),
 )
 """Words that say nothing about what a function computes."""
-VARIABLES = ("a", "b", "c", "d", "k", "m", "n", "p", "u", "v", "x", "y")
-LISTS = ("cells", "items", "marks", "parts")
+VARIABLES = tuple("abcdefghkmnpqrstuvwxyz")
+LISTS = ("cells", "items", "marks", "parts", "rows", "sizes")
 
 Inputs = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of bug: `shapes` with `ALT` where the alternatives go, `{p}`, `{q}`, `{r}` for parameters, `{K}`
+    """A kind of bug: `shapes` with `ALT` where the alternatives go, `{p}`, `{q}` for parameters, `{K}`
     for a number."""
 
     name: str
-    about: str
     shapes: tuple[str, ...]
     alternatives: tuple[str, ...]
     parameters: str
-    """`ints 2`, `ints 3`, `bools 2` or `list`."""
+    """`ints 1`, `ints 2` or `list`."""
 
 
 FAMILIES = (
-    Family(
-        "arithmetic",
-        "Combine {names}.",
-        ("{p} ALT {q}", "{p} ALT {K}"),
-        ("+", "-", "*", "//"),
-        "ints 2",
-    ),
-    Family(
-        "comparison",
-        "Compare {names}.",
-        ("{p} ALT {q}", "{p} ALT {K}"),
-        ("<", "<=", ">", ">="),
-        "ints 2",
-    ),
-    Family(
-        "constant", "Adjust {names}.", ("{p} + ALT", "{p} - ALT", "{p} * ALT"), ("0", "1", "2", "3"), "ints 1"
-    ),
-    Family(
-        "variables",
-        "Relate {names}.",
-        ("ALT",),
-        ("{p} - {q}", "{q} - {p}", "{p} - {r}", "{r} - {p}"),
-        "ints 3",
-    ),
-    Family(
-        "logic",
-        "Decide from {names}.",
-        ("ALT",),
-        ("{p} and {q}", "{p} or {q}", "not {p}", "not {q}"),
-        "bools 2",
-    ),
-    Family("builtin", "Summarize {names}.", ("ALT({p})",), ("sum", "len", "max", "min"), "list"),
+    Family("arithmetic", ("{p} ALT {q}", "{p} ALT {K}"), ("+", "-", "*", "//"), "ints 2"),
+    Family("comparison", ("{p} ALT {q}", "{p} ALT {K}"), ("<", "<=", ">", ">="), "ints 2"),
+    Family("constant", ("{p} + ALT", "{p} - ALT", "{p} * ALT"), ("0", "1", "2", "3"), "ints 1"),
+    Family("builtin", ("ALT({p})",), ("sum", "len", "max", "min"), "list"),
 )
 
 
@@ -171,7 +142,6 @@ class _Function:
     name: str
     variable: str
     parameters: tuple[str, ...]
-    about: str
     expressions: tuple[str, ...]
     right: int
     asserts: tuple[Inputs, ...]
@@ -182,7 +152,7 @@ class _Function:
 
     def text(self, index: int) -> str:
         head = f"def {self.name}({', '.join(self.parameters)}):"
-        return f'{head}\n    """{self.about}"""\n    {self.line(index)}\n    return {self.variable}\n'
+        return f"{head}\n    {self.line(index)}\n    return {self.variable}\n"
 
     def call(self, inputs: Inputs) -> str:
         return f"{self.name}({', '.join(map(repr, inputs))})"
@@ -192,8 +162,6 @@ def _inputs(kind: str, rng: random.Random) -> Inputs:
     what, _, count = kind.partition(" ")
     if what == "list":
         return (rng.sample(range(2, 10), rng.randint(2, 4)),)
-    if what == "bools":
-        return tuple(rng.random() < 0.5 for _ in range(int(count)))
     if rng.random() < 0.25:
         return (rng.randint(1, 9),) * int(count)
     return tuple(rng.randint(1, 9) for _ in range(int(count)))
@@ -225,15 +193,15 @@ def _separating(
     raise AssertionError("two alternatives of a family can not be told apart")
 
 
-def _draw(family: Family, name: str, variable: str, rng: random.Random) -> _Function:
-    """A function of a family. The right alternative is uniform: nothing drawn later can lead to a new
-    draw."""
+def _draw(family: Family, name: str, variable: str, letters: list[str], rng: random.Random) -> _Function:
+    """A function of a family, with parameters from `letters` or, for a list, a word. The right alternative
+    is uniform: nothing drawn later can lead to a new draw."""
     shape = rng.choice(family.shapes)
     constant = rng.randint(2, 8)  # inputs 1 to 9 lie on both sides of it
     kind = "ints 1" if "{K}" in shape else family.parameters
     count = int(kind.partition(" ")[2] or 1)
-    names = (rng.choice(LISTS),) if kind == "list" else tuple(rng.sample(VARIABLES, count))
-    slots = dict(zip("pqr", names, strict=False)) | {"K": constant}
+    names = (rng.choice(LISTS),) if kind == "list" else tuple(letters[:count])
+    slots = dict(zip("pq", names, strict=False)) | {"K": constant}
     expressions = tuple(
         shape.replace("ALT", alternative).format(**slots) for alternative in family.alternatives
     )
@@ -243,7 +211,6 @@ def _draw(family: Family, name: str, variable: str, rng: random.Random) -> _Func
         name=name,
         variable=variable,
         parameters=names,
-        about=family.about.format(names=" and ".join(names)),
         expressions=expressions,
         right=right,
         asserts=_separating(compiled, right, kind, constant, rng),
@@ -321,7 +288,11 @@ def _repositories(rng: random.Random) -> Iterator[_Repository]:
         count = rng.randint(2, 3)
         words = rng.sample(FUNCTIONS, 2 * count)
         families = [rng.choice(FAMILIES) for _ in range(count)]
-        functions = [_draw(f, words[i], words[count + i], rng) for i, f in enumerate(families)]
+        letters = rng.sample(VARIABLES, 2 * count)  # no letter in two functions
+        functions = [
+            _draw(f, words[i], words[count + i], letters[2 * i : 2 * i + 2], rng)
+            for i, f in enumerate(families)
+        ]
         at = rng.randrange(count)
         wrong = functions[at]
         buggy = rng.choice([i for i in range(len(wrong.expressions)) if i != wrong.right])
