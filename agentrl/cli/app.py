@@ -20,6 +20,7 @@ class Algo(StrEnum):
 class Backend(StrEnum):
     local = "local"
     plain = "plain"
+    docker = "docker"
 
 
 def examples(*lines: str) -> str:
@@ -115,7 +116,10 @@ def quickstart(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks, the policy and the sampling.")] = 1,
     algo: Annotated[Algo, typer.Option(help="Recipe to train with.")] = Algo.grpo,
     backend: Annotated[
-        Backend, typer.Option(help="local: isolated by the kernel. plain: subprocesses, no isolation.")
+        Backend,
+        typer.Option(
+            help="local: isolated by the kernel. docker: containers. plain: subprocesses, no isolation."
+        ),
     ] = Backend.local,
     dir: Annotated[
         Path | None,
@@ -357,7 +361,7 @@ def tasks_validate(
     light: Annotated[
         bool, typer.Option("--light", help="One run each, no exploits: for suites whose generator is known.")
     ] = False,
-    backend: Annotated[Backend, typer.Option(help="Where to run: local or plain.")] = Backend.local,
+    backend: Annotated[Backend, typer.Option(help="Where to run.")] = Backend.local,
     at_once: Annotated[int, typer.Option(min=1, help="Tasks validated at the same time.")] = 4,
     store: Annotated[
         str | None, typer.Option(help="Also keep the outcomes in this store, for runs.", show_default=False)

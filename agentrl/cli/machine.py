@@ -17,9 +17,8 @@ from agentrl.cli.boundary import FAILED
 from agentrl.errors import BoundaryError
 from agentrl.training.events import Listener
 from agentrl.types import SandboxSpec
+from envs.sandbox.backends import checked
 from envs.sandbox.contract import Backend, ExecRequest
-from envs.sandbox.local import LocalBackend
-from envs.sandbox.plain import PlainBackend
 from envs.sandbox.probe import Finding, probe_machine
 
 OPTIONAL = frozenset({"docker engine", "kubernetes", "GPU"})
@@ -81,9 +80,7 @@ def bench_sandboxes(backend: str, count: int, commands: int, at_once: int, *, as
     """Times of creating, using and closing sandboxes, in milliseconds."""
     with progress.shown(as_json=as_json) as listener, tempfile.TemporaryDirectory() as folder:
         listener.begin("sandboxes", total=count, unit="sandboxes")
-        place: Backend = LocalBackend(Path(folder)) if backend == "local" else PlainBackend(Path(folder))
-        if isinstance(place, LocalBackend):
-            place.check()
+        place = checked(backend, Path(folder))
         started = time.perf_counter()
         times, ends = asyncio.run(_bench(place, Path(folder), count, commands, at_once, listener))
         wall_s = time.perf_counter() - started

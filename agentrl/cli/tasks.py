@@ -18,9 +18,8 @@ from agentrl.training.events import Listener
 from agentrl.types import Task, to_dict
 from envs.admission import admit
 from envs.evidence import Admission
+from envs.sandbox.backends import checked
 from envs.sandbox.contract import Backend
-from envs.sandbox.local import LocalBackend
-from envs.sandbox.plain import PlainBackend
 from envs.tasks import swe_mini
 from envs.tasks.package import load_suite, load_task
 
@@ -107,13 +106,7 @@ def validate(
 ) -> None:
     """Admission of every package below a path; exit code 1 if any is quarantined."""
     places = _places(path)
-    place: Backend
-    if backend == "local":
-        local = LocalBackend()
-        local.check()
-        place = local
-    else:
-        place = PlainBackend()
+    place = checked(backend)
     with progress.shown(as_json=as_json) as listener:
         listener.begin("validate", total=len(places), unit="tasks")
         found = asyncio.run(

@@ -17,6 +17,7 @@ from agentrl.training.events import Listener
 from agentrl.training.folder import RunFolder
 from agentrl.types import Split, Task
 from envs import registry
+from envs.sandbox.backends import checked
 from envs.sandbox.contract import Backend
 from envs.sandbox.local import LocalBackend
 from envs.sandbox.plain import PlainBackend
@@ -26,7 +27,7 @@ from harness.demonstrator import tool_call
 from harness.gold import written
 from harness.prompt import SYSTEM_PROMPT
 
-BACKENDS = ("local", "plain")
+BACKENDS = ("local", "plain", "docker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,8 @@ def backend(config: RunConfig, state_dir: Path, listener: Listener) -> Backend:
     if name == "plain":
         listener.note("Sandboxes are plain subprocesses: no isolation, and every verdict says so.")
         return PlainBackend(state_dir)
+    if name != "local":
+        return checked(name, state_dir)
     local = LocalBackend(state_dir)
     try:
         local.check()

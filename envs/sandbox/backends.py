@@ -1,0 +1,36 @@
+"""A backend by its name, checked: the one table of those that are built in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from envs.sandbox.contract import Backend
+from envs.sandbox.docker import DockerBackend
+from envs.sandbox.local import LocalBackend
+from envs.sandbox.plain import PlainBackend
+
+
+def _local(state_dir: Path | None) -> Backend:
+    backend = LocalBackend(state_dir)
+    backend.check()
+    return backend
+
+
+def _docker(state_dir: Path | None) -> Backend:
+    backend = DockerBackend(state_dir)
+    backend.check()
+    return backend
+
+
+BUILT_IN: dict[str, Callable[[Path | None], Backend]] = {
+    "local": _local,
+    "plain": PlainBackend,
+    "docker": _docker,
+}
+
+
+def checked(name: str, state_dir: Path | None = None) -> Backend:
+    """The backend of this name. Raises `SandboxError` saying what this machine lacks for it and the fix, and
+    `KeyError` for a name that is not in `BUILT_IN`."""
+    return BUILT_IN[name](state_dir)
