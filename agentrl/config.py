@@ -76,6 +76,9 @@ class SandboxSection(_Section):
     for tasks that are the run's own."""
     concurrency: Positive = 32
     """Attempts alive at once."""
+    gateway: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
+    """URL of an environment gateway that makes the sandboxes in place of `backend` (`agentrl serve gateway`); it
+    must have the run's tasks. Its token is read from `AGENTRL_GATEWAY_TOKEN`."""
 
 
 class SmallPolicy(_Section):

@@ -23,6 +23,12 @@ class Backend(StrEnum):
     docker = "docker"
 
 
+class Admission(StrEnum):
+    light = "light"
+    full = "full"
+    stored = "stored"
+
+
 def examples(*lines: str) -> str:
     """The end of a help page: things to type."""
     return "\n\n".join(["[bold]Examples[/]", *(f"  $ {line}" for line in lines)])
@@ -58,6 +64,11 @@ tasks = group(
 )
 runs = group("List runs and read one.", "agentrl runs list", "agentrl runs show 3f2a --json")
 bench = group("Measure this machine.", "agentrl bench sandboxes --count 64")
+serve = group(
+    "Serve sandboxes to other machines and processes, over HTTP.",
+    "agentrl serve tenant me --store gateway.db",
+    "agentrl serve gateway --tasks tasks --store gateway.db",
+)
 
 Json = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout; progress as JSON lines on stderr.")
@@ -466,7 +477,94 @@ def bench_sandboxes(
     machine.bench_sandboxes(str(backend), count, commands, at_once, as_json=json)
 
 
+# --------------------------------------------------------------------------------------------------- serving
+
+
+@serve.command(
+    "gateway",
+    epilog=examples(
+        "agentrl serve gateway --tasks tasks --store gateway.db",
+        "agentrl serve gateway --tasks /tmp/suite --store postgresql://me@db/agentrl --slots 64",
+    ),
+)
+@guarded
+def serve_gateway(
+    tasks: Annotated[Path, typer.Option(help="A folder with task packages somewhere below it.")],
+    store: Annotated[str, typer.Option(help="Where sessions, tenants and validations are kept.")],
+    backend: Annotated[Backend, typer.Option(help="Where sandboxes are made.")] = Backend.local,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8080,
+    slots: Annotated[int, typer.Option(min=1, help="Sessions alive at once.")] = 32,
+    memory: Annotated[
+        int | None,
+        typer.Option(min=1, help="MiB for all sessions. Default: 80 % of the machine.", show_default=False),
+    ] = None,
+    permits: Annotated[
+        int | None,
+        typer.Option(min=1, help="Commands running at once. Default: 2 x cores.", show_default=False),
+    ] = None,
+    verify: Annotated[
+        int | None,
+        typer.Option(min=1, help="Verifications at once, beside the sessions.", show_default=False),
+    ] = None,
+    admission: Annotated[
+        Admission, typer.Option(help="How tasks are validated before their first reward.")
+    ] = Admission.light,
+    name: Annotated[str, typer.Option(help="Gateways that share a store need different names.")] = "gateway",
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Folder for images. Default: a temporary one.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Serve sessions of tasks: queue, sandboxes, tools, verdicts. Stops cleanly on Ctrl-C or SIGTERM.
+
+    Needs `pip install 'agentrl[serve]'` and a tenant (`agentrl serve tenant`).
+    """
+    from agentrl.cli import serve as implementation
+
+    implementation.gateway(
+        str(backend),
+        store,
+        host,
+        port,
+        tasks,
+        name=name,
+        state_dir=state_dir,
+        slots=slots,
+        memory_mib=memory,
+        permits=permits,
+        verify=verify,
+        admission=str(admission),
+        as_json=json,
+    )
+
+
+@serve.command(
+    "tenant",
+    epilog=examples(
+        "agentrl serve tenant me --store gateway.db",
+        "agentrl serve tenant team-a --store gateway.db --weight 2 --max-sessions 64 --json",
+    ),
+)
+@guarded
+def serve_tenant(
+    name: Annotated[str, typer.Argument(help="Its name. A known one gets a new token and these limits.")],
+    store: Annotated[str, typer.Option(help="The gateway's store.")],
+    weight: Annotated[float, typer.Option(min=0.001, help="Share beside other waiting tenants.")] = 1.0,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions alive at once.")] = 1024,
+    max_queue: Annotated[int, typer.Option(min=1, help="Sessions waiting at once; more get 429.")] = 4096,
+    json: Json = False,
+) -> None:
+    """Let somebody use the gateway: prints a bearer token, once. Only its hash is kept."""
+    from agentrl.cli import serve as implementation
+
+    implementation.tenant(
+        name, store, weight=weight, max_sessions=max_sessions, max_queue=max_queue, as_json=json
+    )
+
+
 app.add_typer(trajectories, name="trajectories")
 app.add_typer(runs, name="runs")
 app.add_typer(tasks, name="tasks")
 app.add_typer(bench, name="bench")
+app.add_typer(serve, name="serve")

@@ -24,6 +24,7 @@ from envs.sandbox.plain import PlainBackend
 from envs.tasks import swe_mini
 from envs.tasks.package import load_suite
 from harness.demonstrator import tool_call
+from harness.gateway.remote import GatewayPlace
 from harness.gold import written
 from harness.prompt import SYSTEM_PROMPT
 
@@ -91,6 +92,8 @@ def tasks(config: RunConfig, folder: RunFolder) -> Tasks:
 def backend(config: RunConfig, state_dir: Path, listener: Listener) -> Backend:
     """The sandbox backend, checked. Raises `SandboxError` naming what the kernel refuses, unless the run
     falls back."""
+    if config.sandbox.gateway:
+        return GatewayPlace.connect(config.sandbox.gateway)
     name = config.sandbox.backend
     if name not in BACKENDS:
         raise ConfigError(

@@ -31,7 +31,7 @@ from agentrl.learner.batch import Packing
 from agentrl.learner.imitation import ImitationProgress
 from agentrl.learner.step import Learner, LearnerConfig
 from agentrl.store.store import Store
-from agentrl.training import given, sampling
+from agentrl.training import given, places, sampling
 from agentrl.training.curves import Curves
 from agentrl.training.events import Listener, Noting
 from agentrl.training.folder import RunFolder
@@ -39,7 +39,6 @@ from agentrl.training.report import write_report
 from agentrl.training.sampling import Tally, Workplace
 from agentrl.types import Group, PolicyVersion, Task, Trajectory, from_dict, to_dict
 from envs.evidence import Admission
-from envs.registry import admit
 from envs.sandbox.contract import Backend
 from harness import group as groups
 from harness.chat import ChatFormat
@@ -346,7 +345,7 @@ class _Run:
                 )
             else:
                 async with limit:
-                    admission = await admit(task, backend, light=mode == "light")
+                    admission = await places.admit(task, backend, light=mode == "light")
                 await asyncio.to_thread(self._keep_admission, task, admission)
             if not admission.valid:
                 quarantined += 1

@@ -15,6 +15,7 @@ from agentrl.config import RunConfig
 from agentrl.inference.sampler import Sampler
 from agentrl.inference.scripted import Script, ScriptedSampler
 from agentrl.store.store import Store
+from agentrl.training import places
 from agentrl.training.events import Listener
 from agentrl.types import Group, SamplingParams, Task, Trajectory
 from envs import registry
@@ -70,7 +71,7 @@ def attempts_by(place: Workplace, sampler: Sampler, *, temperature: float) -> gr
             admission=place.admissions.get(task.id),
             settings=settings,
             attempt=attempt,
-            open_session=registry.open_session,
+            open_session=places.open_session(place.backend),
         )
 
     return make
@@ -103,7 +104,7 @@ def demonstrations_by(place: Workplace, habits: Habits) -> groups.MakeAttempt:
             admission=place.admissions.get(task.id),
             settings=settings,
             attempt=attempt,
-            open_session=registry.open_session,
+            open_session=places.open_session(place.backend),
         )
 
     return make

@@ -17,9 +17,10 @@ from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError, SandboxError, nearest
 from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict
-from envs import grading
+from envs import grading, registry
 from envs.evidence import Admission
 from envs.sandbox.contract import Backend, FileChange, Isolation, Mount, Sandbox
+from harness.attempt import SessionLike
 from harness.gateway import client as gateway
 from harness.gateway import wire
 
@@ -160,13 +161,18 @@ class GatewayPlace:
         session_id: str,
         signing_key: bytes,
         admission: Admission | None,
-    ) -> RemoteSession:
-        """A ready session. The gateway has admissions of its own, so `admission` is not sent.
+    ) -> SessionLike:
+        """A ready session. The gateway has admissions of its own, so `admission` is not sent. A task of an
+        environment without a sandbox stays in this process.
 
         Raises:
             ConfigError: the gateway does not have this task at this revision, or refuses the token.
             SandboxError: no session: the queue, the sandbox or the gateway; with its owner.
         """
+        if registry.of_task(task) is not None:
+            return await registry.open_session(
+                task, self, session_id=session_id, signing_key=signing_key, admission=admission
+            )
         view = await self._client.send(
             gateway.open_session(
                 client_key=f"{_key(session_id)}:{uuid.uuid4().hex}",
@@ -190,8 +196,10 @@ class GatewayPlace:
             raise
         return RemoteSession(self._client, task, view, signing_key=signing_key)
 
-    async def admit(self, task: Task) -> Admission:
-        """Have the task validated where it will run."""
+    async def admit(self, task: Task, *, light: bool = False) -> Admission:
+        """Have the task validated where it will run; how thoroughly, a gateway decides itself."""
+        if registry.of_task(task) is not None:
+            return await registry.admit(task, self, light=light)
         return await self._client.send(gateway.admit(task.id, task.revision, deadline_s=ADMIT_DEADLINE_S))
 
     async def prepare(self, environment_dir: str) -> str:

@@ -1,0 +1,28 @@
+"""Where a run's sessions come from: sandboxes made here, or a gateway; the rest of the loop does not know.
+
+A gateway stands where the backend does. It makes sessions and validates tasks itself; tasks of environments
+that need no sandbox stay in this process either way.
+"""
+
+from __future__ import annotations
+
+from agentrl.types import Task
+from envs import registry
+from envs.evidence import Admission
+from envs.sandbox.contract import Backend
+from harness.gateway.remote import GatewayPlace
+from harness.rollout import OpenSession
+
+
+def open_session(place: Backend) -> OpenSession:
+    """How sessions of a run are opened."""
+    if isinstance(place, GatewayPlace):
+        return place.open
+    return registry.open_session
+
+
+async def admit(task: Task, place: Backend, *, light: bool) -> Admission:
+    """Validate a task where its sessions will live; a gateway decides itself how thoroughly."""
+    if isinstance(place, GatewayPlace):
+        return await place.admit(task, light=light)
+    return await registry.admit(task, place, light=light)

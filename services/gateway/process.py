@@ -1,0 +1,149 @@
+"""The gateway as a process: a backend, tasks and a store to a server that stops cleanly.
+
+SIGTERM and Ctrl-C: no new requests, sessions end with a terminal record, sandboxes go, the log is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from agentrl.errors import ConfigError
+from agentrl.store import Store, TenantRow
+from envs.sandbox.backends import checked
+from envs.tasks.package import load_suite
+from services.gateway.app import create_app
+from services.gateway.core import Gateway, Settings
+
+GRACE_S = 5
+"""For requests under way when the process is told to stop."""
+BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What is told when the gateway answers."""
+
+    url: str
+    epoch: int
+    backend: str
+    isolation: str
+    tasks: int
+    tenants: int
+    store: str
+
+
+def serve(
+    *,
+    backend_name: str,
+    state_dir: Path | None,
+    store_url: str,
+    host: str,
+    port: int,
+    tasks: Path,
+    settings: Settings,
+    announce: Callable[[Serving], None],
+) -> None:
+    """Serve until a signal. Call it from the main thread.
+
+    Raises:
+        ConfigError: no tasks, no tenants, an unknown backend.
+        SandboxError: the machine refuses the backend.
+        KeyboardInterrupt: Ctrl-C, after everything was stopped.
+    """
+    suite = load_suite(tasks)
+    if not suite:
+        raise ConfigError(f"{tasks} holds no task packages.", fix="Write some: agentrl tasks synth.")
+    stopped: list[int] = []
+    with Store.open(store_url) as store, _noting_signals(stopped):
+        tenants = len(store.tenants())
+        if not tenants:
+            raise ConfigError(
+                "The store has no tenant, so nobody could use the gateway.",
+                fix=f"Make one: agentrl serve tenant NAME --store {store_url}",
+            )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        place = checked(backend_name, state_dir)
+        gateway = Gateway(store=store, backend=place, tasks=suite, settings=settings)
+
+        async def run() -> None:
+            server = uvicorn.Server(
+                uvicorn.Config(
+                    create_app(gateway, own=False),
+                    log_level="warning",
+                    access_log=False,
+                    timeout_graceful_shutdown=GRACE_S,
+                    ws="none",
+                )
+            )
+            await gateway.start()
+            try:
+                announce(
+                    Serving(
+                        url=f"http://{_authority(host, listening)}",
+                        epoch=gateway.epoch,
+                        backend=place.name,
+                        isolation=place.isolation,
+                        tasks=len(suite),
+                        tenants=tenants,
+                        store=store.url,
+                    )
+                )
+                await server.serve(sockets=[listening])
+            finally:
+                await gateway.stop()
+
+        with listening:
+            asyncio.run(run())
+    if signal.SIGINT in stopped:
+        raise KeyboardInterrupt
+
+
+def _authority(host: str, listening: socket.socket) -> str:
+    port = listening.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@contextmanager
+def _noting_signals(stopped: list[int]) -> Iterator[None]:
+    """The server handles signals while it serves and raises them again afterwards: here they are noted, so
+    that the gateway is stopped before the process ends."""
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        stopped.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def add_tenant(store_url: str, name: str, *, weight: float, max_sessions: int, max_queue: int) -> str:
+    """Make a tenant, or give it a new token and limits. Returns the token: it is stored nowhere."""
+    token = secrets.token_urlsafe(32)
+    with Store.open(store_url) as store:
+        store.add_tenant(
+            TenantRow(
+                name=name,
+                token_hash=sha256(token.encode()).hexdigest(),
+                weight=weight,
+                max_sessions=max_sessions,
+                max_queue=max_queue,
+                added_at=time.time(),
+            )
+        )
+    return token
