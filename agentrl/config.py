@@ -77,8 +77,8 @@ class SandboxSection(_Section):
     concurrency: Positive = 32
     """Attempts alive at once."""
     gateway: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
-    """URL of an environment gateway that makes the sandboxes in place of `backend` (`agentrl serve gateway`); it
-    must have the run's tasks. Its token is read from `AGENTRL_GATEWAY_TOKEN`."""
+    """URL of an environment gateway that makes the sandboxes in place of `backend`: `agentrl serve gateway`. It
+    must have the run's tasks; its token is read from `AGENTRL_GATEWAY_TOKEN`."""
 
 
 class SmallPolicy(_Section):
@@ -189,8 +189,9 @@ class RunConfig(_Section):
 
     @property
     def hash(self) -> str:
-        """sha256 of everything but where the run lives: equal hashes may resume each other."""
-        return content_hash(self.model_dump_json(exclude={"run": {"dir", "store"}}).encode())
+        """sha256 of all but where the run lives and who makes its sandboxes: equal hashes may resume."""
+        elsewhere = {"run": {"dir", "store"}, "sandbox": {"gateway"}}
+        return content_hash(self.model_dump_json(exclude=elsewhere).encode())
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
