@@ -77,8 +77,8 @@ class SandboxSection(_Section):
     concurrency: Positive = 32
     """Attempts alive at once."""
     gateway: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
-    """URL of an environment gateway that makes the sandboxes in place of `backend`: `agentrl serve gateway`. It
-    must have the run's tasks; its token is read from `AGENTRL_GATEWAY_TOKEN`."""
+    """URL of an environment gateway (`agentrl serve gateway`) that makes the sandboxes in place of `backend`.
+    It must have the run's tasks; its token is read from `AGENTRL_GATEWAY_TOKEN`."""
 
 
 class SmallPolicy(_Section):
