@@ -37,7 +37,14 @@ Environment = ToolEnvironment | PackagedEnvironment
 
 BUILTIN: Mapping[str, str] = MappingProxyType(
     {
+        "attempt-verify-revise": "envs.builtin.revise:AttemptVerifyRevise",
         "calculator": "envs.builtin.calculator:Calculator",
+        "python": "envs.builtin.python:ENVIRONMENT",
+        "search": "envs.builtin.search:Search",
+        "simulated-search": "envs.builtin.simulated:SimulatedSearch",
+        "sql": "envs.builtin.sql:Sql",
+        "swe": "envs.builtin.swe:ENVIRONMENT",
+        "user": "envs.builtin.simulated:User",
     }
 )
 """Name to `module:attribute`."""
