@@ -618,6 +618,8 @@ class Gateway:
                 )
             return self._remembered(row)
         self._hold(live, lease_epoch)
+        if live.ended and live.ending is not None:  # an end is told when it is durable
+            await asyncio.shield(live.ending)
         return live
 
     def _hold(self, live: Live, epoch: int | None) -> None:
@@ -933,12 +935,12 @@ class Gateway:
             waiting = live.finalizing if live.ending is None else live.ending
             assert waiting is not None
             await asyncio.wait({waiting}, timeout=wait_s)
-            if waiting.done() and waiting is live.finalizing and live.ending is not None:
-                await asyncio.wait({live.ending}, timeout=wait_s)
-            if not live.ended or (live.ending is not None and not live.ending.done()):
-                return None
-            if live.ending is not None:
+        if live.ending is not None:
+            await asyncio.wait({live.ending}, timeout=wait_s)
+            if live.ending.done():
                 live.ending.result()
+        if not live.ended or (live.ending is not None and not live.ending.done()):
+            return None
         assert live.verdict is not None
         return live.verdict
 

@@ -15,10 +15,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-class _TooLarge(Exception):
-    pass
-
-
 class LimitBody:
     """ASGI middleware: 413 as soon as a body is known to be too large, declared or not."""
 
@@ -41,20 +37,19 @@ class LimitBody:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > limit:
-                raise _TooLarge
+            if seen > limit:  # the application sees a caller that went away, and what it answers is dropped
+                return {"type": "http.disconnect"}
             return message
 
-        async def noted(message: Message) -> None:
+        async def instead(message: Message) -> None:
             nonlocal answered
-            answered = True
-            await send(message)
+            if seen <= limit or answered:
+                answered = True
+                await send(message)
 
-        try:
-            await self._app(scope, counted, noted)
-        except _TooLarge:
-            if not answered:
-                await _refuse(send, limit)
+        await self._app(scope, counted, instead)
+        if not answered:
+            await _refuse(send, limit)
 
 
 async def _refuse(send: Send, limit: int) -> None:
