@@ -62,6 +62,12 @@ tasks = group(
     "agentrl tasks validate tasks",
     "agentrl tasks synth swe-mini --out /tmp/suite --train 20 --heldout 5",
 )
+envs = group(
+    "List, show, scaffold and check tool environments.",
+    "agentrl envs list",
+    "agentrl envs new my-game",
+    "agentrl envs check calculator",
+)
 runs = group("List runs and read one.", "agentrl runs list", "agentrl runs show 3f2a --json")
 bench = group("Measure this machine.", "agentrl bench sandboxes --count 64")
 serve = group(
@@ -409,6 +415,82 @@ def tasks_synth(
     implementation.synth(suite, out, train=train, heldout=heldout, seed=seed, as_json=json)
 
 
+# ---------------------------------------------------------------------------------------------- environments
+
+Reference = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="A registered name, name?option=value, or path/to/file.py:Class."),
+]
+
+
+@envs.command("list", epilog=examples("agentrl envs list", "agentrl envs list --json"))
+@guarded
+def envs_list(json: Json = False) -> None:
+    """List every environment: built in, and from installed packages."""
+    from agentrl.cli import envs as implementation
+
+    implementation.list_environments(as_json=json)
+
+
+@envs.command(
+    "show",
+    epilog=examples("agentrl envs show calculator", "agentrl envs show my_game.py:MyGame --seed 7 --json"),
+)
+@guarded
+def envs_show(
+    name: Reference,
+    seed: Annotated[int, typer.Option(min=0, help="Whose problem to show.")] = 0,
+    json: Json = False,
+) -> None:
+    """Show one environment: its tools as the model sees them, and a problem."""
+    from agentrl.cli import envs as implementation
+
+    implementation.show(name, seed, as_json=json)
+
+
+@envs.command(
+    "new", epilog=examples("agentrl envs new my-game", "agentrl envs new my-game --dir packages/game")
+)
+@guarded
+def envs_new(
+    name: Annotated[str, typer.Argument(help="Lower-case letters, digits and dashes.")],
+    dir: Annotated[
+        Path | None, typer.Option(help="Folder to write. Default: NAME.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write a package with a small working environment, its entry point and a test."""
+    from agentrl.cli import envs as implementation
+
+    implementation.new(name, dir, as_json=json)
+
+
+@envs.command(
+    "check",
+    epilog=examples(
+        "agentrl envs check calculator",
+        "agentrl envs check my_game.py:MyGame --seeds 20",
+        "agentrl envs check python --backend plain --json",
+    ),
+)
+@guarded
+def envs_check(
+    name: Reference,
+    seeds: Annotated[int, typer.Option(min=1, help="How many problems to check.")] = 5,
+    backend: Annotated[
+        Backend, typer.Option(help="Where packaged tasks run: local or plain.")
+    ] = Backend.local,
+    json: Json = False,
+) -> None:
+    """Check that an environment is fit for training: gold, idle, random and clumsy agents, leaks, limits.
+
+    Ends with 1 if any check fails.
+    """
+    from agentrl.cli import envs as implementation
+
+    implementation.check(name, seeds=seeds, backend=str(backend), as_json=json)
+
+
 # ------------------------------------------------------------------------------------------------- reference
 
 
@@ -566,5 +648,6 @@ def serve_tenant(
 app.add_typer(trajectories, name="trajectories")
 app.add_typer(runs, name="runs")
 app.add_typer(tasks, name="tasks")
+app.add_typer(envs, name="envs")
 app.add_typer(bench, name="bench")
 app.add_typer(serve, name="serve")
