@@ -128,11 +128,14 @@ class DockerBackend:
         fix."""
         transport = httpx.HTTPTransport(uds=self._engine.path)
         try:
+            with socket.socket(socket.AF_UNIX) as first:  # httpx leaks a socket that can not connect.
+                first.settimeout(PING_DEADLINE_S)
+                first.connect(self._engine.path)
             with httpx.Client(
                 transport=transport, base_url="http://docker", timeout=PING_DEADLINE_S
             ) as client:
                 facts = client.get(API + "/info").raise_for_status().json()
-        except (httpx.HTTPError, ValueError) as error:
+        except (OSError, httpx.HTTPError, ValueError) as error:
             raise SandboxError(
                 f"No Docker engine answers at {self._engine.path}: {error}.",
                 fix="Start it, set DOCKER_HOST, or use another backend: `--backend local`.",
@@ -445,10 +448,17 @@ class DockerBackend:
     # -- ending
 
     async def _post_mortem(self, name: str) -> dict[str, JsonScalar]:
-        """What the engine and the agent's own log say, asked for once, in time."""
+        """What the engine and the agent's own log say, in time. The engine may hear of a death a little later
+        than the connection does."""
         evidence: dict[str, JsonScalar] = {"container": name}
+        until = time.monotonic() + PING_DEADLINE_S
         try:
-            facts = await self._engine.container(name, phase="post_mortem", deadline_s=PING_DEADLINE_S)
+            while True:
+                left = max(0.01, until - time.monotonic())
+                facts = await self._engine.container(name, phase="post_mortem", deadline_s=left)
+                if facts is None or not facts["State"]["Running"] or left < PING_DEADLINE_S / 2:
+                    break
+                await asyncio.sleep(0.1)
             if facts is None:
                 evidence["state"] = "removed"
             else:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,10 +79,20 @@ class Proxy:
     seen: list[str] = field(default_factory=list)
     in_flight: dict[str, int] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
-    _ends: list[Callable[[], None]] = field(default_factory=list)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._ends.append(writer.close)
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._answer(reader, writer)
+        finally:
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")
             line = head.split(b"\r\n")[0].decode()
@@ -95,7 +105,6 @@ class Proxy:
                 await self._pass(head, reader, writer, rule)
             finally:
                 self.in_flight[kind] -= 1
-        writer.close()
 
     async def _pass(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rule: Rule | None
@@ -114,21 +123,27 @@ class Proxy:
             if rule.act == "delay":
                 await asyncio.sleep(rule.seconds)
         there, back = await asyncio.open_unix_connection(self.engine)
-        self._ends.append(back.close)
         back.write(head)
         forward = asyncio.create_task(_pump(reader, back))
         try:
             if rule is not None and rule.act == "drop_answer":
                 await there.read(1)  # The engine has done it, and nobody hears.
                 return
-            await _pump(there, writer)
+            backward = asyncio.create_task(_pump(there, writer))
+            try:
+                await asyncio.wait((forward, backward), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                backward.cancel()
+                await asyncio.gather(backward, return_exceptions=True)
         finally:
             forward.cancel()
             back.close()
+            await asyncio.gather(forward, return_exceptions=True)
 
-    def close(self) -> None:
-        for end in self._ends:
-            end()
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
@@ -142,9 +157,9 @@ async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 async def proxied(folder: Path) -> AsyncIterator[Proxy]:
     path = str(folder / f"p{os.urandom(3).hex()}.sock")
     proxy = Proxy(path, socket_path())
-    server = await asyncio.start_unix_server(proxy.serve, path)
+    server = await asyncio.start_unix_server(proxy.accept, path)
     try:
         yield proxy
     finally:
         server.close()
-        proxy.close()
+        await proxy.close()
