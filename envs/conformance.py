@@ -195,7 +195,9 @@ class _Kit:
     async def luck(self) -> str:
         lucky = 0
         for task in self.tasks:
-            _, verdict = await self.play(task, self.random_steps(task))
+            seen, verdict = await self.play(task, self.random_steps(task))
+            seed = int(task.metadata["seed"])
+            self.shown += [(seed, "an error", o.text) for o in seen if o.is_error]
             if verdict.reward is None:
                 assert verdict.fault is not None
                 raise _Failed(f"{task.id}: fault of the {verdict.fault.owner}: {verdict.fault.message}")

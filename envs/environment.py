@@ -324,6 +324,10 @@ class ToolEnvironment:
             )
         return replace(self, options={**self.options, **options})
 
+    def with_limits(self, **limits: Any) -> ToolEnvironment:
+        """The same environment with other limits for its tasks."""
+        return replace(self, limits=replace(self.limits, **limits))
+
     def make(self) -> Any:
         """A new instance, not yet reset."""
         return self.factory(**self.options)
