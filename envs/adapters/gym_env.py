@@ -44,9 +44,7 @@ class ToolEnv(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+        """The instruction of the problem of the seed, or of a random one. `info` has the tools.
 
         Raises:
             BoundaryError: the environment's own code failed, or its problem can not be graded.
