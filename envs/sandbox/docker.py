@@ -26,13 +26,13 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import httpx
 
-from agentrl.errors import SandboxError
+from agentrl.errors import SandboxError, SandboxLost
 from agentrl.types import JsonScalar, SandboxSpec
 from envs.sandbox import docker_disk, docker_init
 from envs.sandbox import namespaces as ns
@@ -47,6 +47,9 @@ from envs.sandbox.engine import API, PING_DEADLINE_S, Engine, EngineRefused, Eng
 from envs.sandbox.live import LiveSandbox
 from envs.sandbox.pressure import Pressure
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 LABEL = "agentrl"
 CREATES_PER_CORE = 2
 RESERVED_PIDS = 4
@@ -55,11 +58,15 @@ OPEN_FILES = 4096
 ORPHAN_GRACE_S = 60.0
 """A sandbox that nobody is connected to ends itself after this, with or without an engine."""
 LEASE_S = 7200.0
+INFO_DEADLINE_S = 15.0
 CREATE_DEADLINE_S = 60.0
-KILL_DEADLINE_S = 0.6
-SHUTDOWN_DEADLINE_S = 0.3
+SHUTDOWN_DEADLINE_S = 0.5
+KILL_DEADLINE_S = 0.4
+"""What is left of the second in which a sandbox closes."""
 REMOVE_DEADLINE_S = 20.0
 REMOVALS_AT_ONCE = 4
+LATE_LOOKS = 4
+"""For a container whose create was given up: after 0.2, 0.6, 1.4 and 3 s."""
 MAX_PAUSE_S = 30.0
 CLOSE_DEADLINE_S = 30.0
 _LOOK_S = 0.25
@@ -126,23 +133,7 @@ class DockerBackend:
     def check(self) -> None:
         """Ask the engine, waiting for it, whether sandboxes can be made. Raises `SandboxError` with the
         fix."""
-        transport = httpx.HTTPTransport(uds=self._engine.path)
-        try:
-            with socket.socket(socket.AF_UNIX) as first:  # httpx leaks a socket that can not connect.
-                first.settimeout(PING_DEADLINE_S)
-                first.connect(self._engine.path)
-            with httpx.Client(
-                transport=transport, base_url="http://docker", timeout=PING_DEADLINE_S
-            ) as client:
-                facts = client.get(API + "/info").raise_for_status().json()
-        except (OSError, httpx.HTTPError, ValueError) as error:
-            raise SandboxError(
-                f"No Docker engine answers at {self._engine.path}: {error}.",
-                fix="Start it, set DOCKER_HOST, or use another backend: `--backend local`.",
-                code="engine_unreachable",
-                phase="prepare",
-            ) from error
-        _check_engine(facts)
+        examine(self._engine.path)
 
     async def prepare(self, environment_dir: str) -> str:
         return await self._images.prepare(environment_dir)
@@ -228,11 +219,11 @@ class DockerBackend:
         name, folder = start.name, self._folder / start.name
         lower = await self._images.workdir(image, prepared, spec.workdir)
         places = {mount.target: str(await self._images.snapshot(mount.source)) for mount in mounts}
-        upper, channel, connection = -1, None, None
+        channel, connection = None, None
         try:
             start.phase = "disk"
-            writable, upper = await asyncio.to_thread(self._lay, folder, lower, spec, prepared)
-            body = await asyncio.to_thread(self._body, name, spec, prepared, session, writable, places)
+            await _whole(self._lay, start, folder, lower, spec, prepared)
+            body = await asyncio.to_thread(self._body, name, spec, prepared, session, start.writable, places)
             start.phase = "create"
             async with self.pressure.slot():
                 await self._create_container(start, body)
@@ -250,10 +241,13 @@ class DockerBackend:
                 channel.close()
             if connection is not None:
                 connection.close()
-            if upper >= 0:
-                os.close(upper)
-            self._dispose(name)
+            if start.upper is not None:
+                os.close(start.upper)
+            self._dispose(name, unsure=start.asked)
             raise
+
+        assert start.upper is not None
+        upper = start.upper
 
         async def end() -> None:
             self._live.discard(sandbox)
@@ -263,7 +257,13 @@ class DockerBackend:
             self._dispose(name)
 
         async def differ() -> tuple[FileChange, ...]:
-            return await asyncio.to_thread(diff_overlay, upper, lower)
+            if sandbox not in self._live:
+                raise SandboxLost(f"Sandbox {name} is closed.", phase="diff", code="closed")
+            mine = os.dup(upper)  # The sandbox may be closed while a thread still reads.
+            try:
+                return await _whole(diff_overlay, mine, lower)
+            finally:
+                os.close(mine)
 
         info = SandboxInfo(
             id=name,
@@ -279,14 +279,12 @@ class DockerBackend:
         self._live.add(sandbox)
         return sandbox
 
-    def _lay(
-        self, folder: Path, lower: Path, spec: SandboxSpec, prepared: Prepared
-    ) -> tuple[dict[str, str], int]:
+    def _lay(self, start: _Start, folder: Path, lower: Path, spec: SandboxSpec, prepared: Prepared) -> None:
         """Make the sandbox's folder on this machine: what it shares with its agent, and its disk."""
         folder.mkdir(mode=0o700)
         share = folder / "share"
         share.mkdir(mode=0o700)
-        start = {
+        word = {
             "owner": os.geteuid(),
             "filter": base64.b64encode(ns.seccomp_code()).decode(),
             "settings": {
@@ -301,9 +299,11 @@ class DockerBackend:
             },
         }
         (share / "start.json").touch(mode=0o600)
-        (share / "start.json").write_text(json.dumps(start))
+        (share / "start.json").write_text(json.dumps(word))
         try:
-            return docker_disk.make(folder, lower, workdir=spec.workdir, disk_mib=spec.disk_mib)
+            start.writable, start.upper = docker_disk.make(
+                folder, lower, workdir=spec.workdir, disk_mib=spec.disk_mib
+            )
         except OSError as error:
             raise SandboxError(
                 f"The disk of sandbox {folder.name} could not be made: {error}.",
@@ -382,6 +382,7 @@ class DockerBackend:
 
     async def _create_container(self, start: _Start, body: dict[str, Any]) -> None:
         """Create it exactly once: after an answer that was lost, whatever has this name is ours."""
+        start.asked = True
         for last in (False, True):
             try:
                 await self._engine.call(
@@ -476,11 +477,13 @@ class DockerBackend:
         return evidence
 
     async def _shut_down(self, folder: Path) -> bool:
-        """Let the agent end, and with it, as it is PID 1, everything inside. No engine needed."""
+        """Let the agent end, and with it, as it is PID 1, everything inside. No engine needed. False when it
+        did not even agree to end."""
         connection = _connect(folder / "share")
         if connection is None:
             return False
         loop = asyncio.get_running_loop()
+        agreed = False
         with connection:
             try:
                 async with asyncio.timeout(SHUTDOWN_DEADLINE_S):
@@ -488,12 +491,12 @@ class DockerBackend:
                         await loop.sock_sendall(connection, piece)
                     inbox = Inbox()
                     while data := await loop.sock_recv(connection, 65536):
-                        inbox.feed(data)
+                        agreed = agreed or bool(inbox.feed(data))
                 return True
             except ConnectionError:
                 return True
             except (TimeoutError, ValueError, OSError):
-                return False
+                return agreed
 
     async def _kill(self, name: str) -> None:
         """Kill by the engine. What does not work in time is left to the removal, which kills too."""
@@ -502,20 +505,23 @@ class DockerBackend:
                 "POST", f"/containers/{name}/kill", phase="kill", deadline_s=KILL_DEADLINE_S
             )
 
-    def _dispose(self, name: str) -> None:
+    def _dispose(self, name: str, *, unsure: bool = False) -> None:
         """Remove a container and its folder in the background, until it works."""
         if name not in self._removals:
-            task = asyncio.get_running_loop().create_task(self._remove(name))
+            task = asyncio.get_running_loop().create_task(self._remove(name, LATE_LOOKS if unsure else 0))
             self._removals[name] = task
             task.add_done_callback(lambda _: self._removals.pop(name, None))
 
-    async def _remove(self, name: str) -> None:
+    async def _remove(self, name: str, looks: int) -> None:
+        """`looks`: how often an absent container may still come, from a create that was given up."""
         pause = 0.2
         while True:
             try:
                 async with self._removing:
-                    if await self._engine.remove(name, deadline_s=REMOVE_DEADLINE_S):
-                        break
+                    outcome = await self._engine.remove(name, deadline_s=REMOVE_DEADLINE_S)
+                if outcome == "removed" or (outcome == "absent" and looks <= 0):
+                    break
+                looks -= outcome == "absent"
             except (EngineUnknown, EngineRefused):
                 self._failed_removals.add(name)
             await asyncio.sleep(pause)
@@ -534,7 +540,8 @@ class DockerBackend:
                 labels, running=facts["State"] == "running"
             ):
                 with contextlib.suppress(EngineUnknown, EngineRefused):
-                    removed += await self._engine.remove(facts["Id"], deadline_s=REMOVE_DEADLINE_S)
+                    outcome = await self._engine.remove(facts["Id"], deadline_s=REMOVE_DEADLINE_S)
+                    removed += outcome == "removed"
         kept = {
             (facts.get("Labels") or {}).get(f"{LABEL}.backend")
             for facts in await self._engine.containers({LABEL: "sandbox"})
@@ -543,16 +550,53 @@ class DockerBackend:
         return removed
 
 
+def examine(path: str) -> dict[str, Any]:
+    """What the engine behind this socket says of itself, waiting for it. Raises `SandboxError` with the fix
+    when sandboxes can not be made on it."""
+    transport = httpx.HTTPTransport(uds=path)
+    try:
+        with socket.socket(socket.AF_UNIX) as first:  # httpx leaks a socket that can not connect.
+            first.settimeout(PING_DEADLINE_S)
+            first.connect(path)
+        with httpx.Client(transport=transport, base_url="http://docker", timeout=INFO_DEADLINE_S) as client:
+            facts: dict[str, Any] = client.get(API + "/info").raise_for_status().json()
+    except (OSError, httpx.HTTPError, ValueError) as error:
+        raise SandboxError(
+            f"No Docker engine answers at {path}: {error}.",
+            fix="Start it, set DOCKER_HOST, or use another backend: `--backend local`.",
+            code="engine_unreachable",
+            phase="prepare",
+        ) from error
+    _check_engine(facts)
+    return facts
+
+
 class _Start:
     """One start under way: its container's name, its deadline, and what it waits for."""
 
     def __init__(self, name: str, until: float) -> None:
         self.name = name
         self.phase = "prepare"
+        self.writable: dict[str, str] = {}
+        self.upper: int | None = None
+        self.asked = False
+        """The engine may have made the container, or may still be about to."""
         self._until = until
 
     def left(self) -> float:
         return max(0.01, self._until - time.monotonic())
+
+
+async def _whole(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """A blocking call in a thread that is waited for also when the caller is cancelled: what it makes must be
+    known before it can be given back."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **named))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        task.exception()  # Whatever it is, it was heard.
+        raise
 
 
 def _bind(here: str, inside: str, *, read_only: bool = False) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -25,6 +25,7 @@ API = "/v1.40"
 """Of Docker 19.03: every engine since then, and Podman, understands it."""
 DEFAULT_HOST = "unix:///var/run/docker.sock"
 PING_DEADLINE_S = 2.0
+Removal = Literal["removed", "absent", "busy"]
 _PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Never used on a unix socket; given so that no certificate store is loaded per connection."""
 
@@ -166,8 +167,8 @@ class Engine:
             raise
         return facts
 
-    async def remove(self, name: str, *, deadline_s: float) -> bool:
-        """Kill and remove a container with its anonymous volumes. False when another removal is under way."""
+    async def remove(self, name: str, *, deadline_s: float) -> Removal:
+        """Kill and remove a container with its anonymous volumes. Busy: another removal is under way."""
         try:
             await self.call(
                 "DELETE",
@@ -178,11 +179,11 @@ class Engine:
             )
         except EngineRefused as refused:
             if refused.status == 404:
-                return True
+                return "absent"
             if refused.status == 409:
-                return False
+                return "busy"
             raise
-        return True
+        return "removed"
 
     async def containers(
         self, labels: Mapping[str, str], *, deadline_s: float = 30.0

@@ -1,8 +1,8 @@
 """What this machine offers for sandboxes, as findings with a fix each: the facts that `agentrl doctor`
 prints.
 
-Cheap and read-only, apart from one trial sandbox that is ended at once. Engines and clusters are looked
-for by their socket or configuration file; their clients are not imported.
+Cheap and read-only, apart from one trial sandbox that is ended at once. An engine is asked what it is; a
+cluster is looked for by its configuration file.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import os
 import platform
 import re
 import shutil
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from agentrl.errors import SandboxError
 from envs.sandbox import cgroups
+from envs.sandbox.docker import examine
+from envs.sandbox.engine import socket_path
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.local import LocalBackend
 
@@ -28,7 +29,6 @@ LOW_DISK_BYTES = 2 * 1024**3
 LOW_INODES = 100_000
 LOW_PID_MAX = 65_536
 LOW_OPEN_FILES = 4096
-_PING_DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,29 +164,29 @@ def _disk(folder: Path) -> Finding:
 
 
 def _docker(host: str | None = None) -> Finding:
-    """Answers `/_ping`? Reads `DOCKER_HOST`, the engine's own convention."""
-    host = host or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-    fix = "Start the engine, or set DOCKER_HOST; only the docker backend needs it."
+    """Whether sandboxes can be made on the engine (`DOCKER_HOST`, its own convention), and what it is."""
     try:
-        if host.startswith("unix://"):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            address: str | tuple[str, int] = host.removeprefix("unix://")
-        else:
-            connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            name, _, port = host.partition("://")[2].partition(":")
-            address = (name, int(port or 2375))
-        with connection:
-            connection.settimeout(_PING_DEADLINE_S)
-            connection.connect(address)
-            connection.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
-            answer = connection.recv(4096)
-    except (OSError, ValueError) as error:
-        return Finding(name="docker engine", status="missing", detail=f"{host}: {error}", fix=fix)
-    if b" 200 " not in answer.split(b"\r\n")[0] + b" ":
+        facts = examine(socket_path(host))
+    except SandboxError as refused:
+        fix = refused.fix or ""
+        return Finding(name="docker engine", status="missing", detail=refused.message, fix=fix)
+    root = str(facts.get("DockerRootDir", "?"))
+    detail = (
+        f"{facts.get('ServerVersion', '?')}, {facts.get('Driver', '?')}, "
+        f"control groups version {facts.get('CgroupVersion', '?')}, images and containers in {root}"
+    )
+    free = shutil.disk_usage(root).free if os.path.isdir(root) else None
+    if free is not None and free < LOW_DISK_BYTES:
         return Finding(
-            name="docker engine", status="missing", detail=f"{host} answers, but not as an engine", fix=fix
+            name="docker engine",
+            status="degraded",
+            detail=f"{detail}: {free / 1024**3:.1f} GiB free",
+            fix="Free some space: `docker image prune`.",
         )
-    return Finding(name="docker engine", status="ok", detail=host)
+    if facts.get("Driver") == "vfs":
+        fix = "Use the overlay2 storage driver: vfs copies a whole image for every container."
+        return Finding(name="docker engine", status="degraded", detail=detail, fix=fix)
+    return Finding(name="docker engine", status="ok", detail=detail)
 
 
 def _kubernetes() -> Finding:

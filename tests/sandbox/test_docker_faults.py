@@ -4,6 +4,7 @@ blamed on the policy, and nothing stays behind."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -77,7 +78,7 @@ def engine_pid() -> int:
         pytest.skip("the engine's pid file is not readable here")
 
 
-# ------------------------------------------------------------------------------------------ loss of a container
+# -------------------------------------------------------------------------------------- loss of a container
 
 
 def test_a_container_killed_in_a_command_is_lost_and_says_how(state: Path) -> None:
@@ -129,7 +130,7 @@ def test_a_restarted_container_does_not_come_back_to_life(state: Path) -> None:
     asyncio.run(check())
 
 
-# --------------------------------------------------------------------------------------------- a sick engine
+# ----------------------------------------------------------------------------------------- a sick engine
 
 
 def test_a_frozen_engine_stops_no_command_and_fails_no_sandbox(state: Path) -> None:
@@ -203,6 +204,25 @@ def test_a_route_that_never_answers_ends_as_the_environments_fault_with_its_phas
             assert caught.value.phase in (phase, "prepare")
             assert caught.value.code in ("start_timeout", "engine_timeout")
             proxy.rules = []
+
+    asyncio.run(check())
+
+
+def test_a_create_that_is_cancelled_anywhere_leaves_nothing(state: Path) -> None:
+    async def check() -> None:
+        async with opened(state) as backend:
+            await image_of(backend, state)
+            before = len(os.listdir("/proc/self/fd"))
+            for wait_s in (0.0, 0.003, 0.006, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4):
+                task = asyncio.create_task(make(backend, state))
+                await asyncio.sleep(wait_s)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await (await task).close()
+            assert backend.pressure.in_flight == 0
+            await backend.close()
+            assert list((state / "docker" / "run").glob(f"{backend.id}/*")) == []
+            assert len(os.listdir("/proc/self/fd")) <= before
 
     asyncio.run(check())
 
@@ -303,7 +323,7 @@ def test_slowness_halves_the_limit_and_health_brings_it_back() -> None:
     assert pressure.limit == 8
 
 
-# ------------------------------------------------------------------------------------- what the policy may do
+# --------------------------------------------------------------------------------- what the policy may do
 
 
 def test_memory_running_out_is_told_from_a_kill_and_from_an_exit_code(state: Path) -> None:
@@ -345,7 +365,7 @@ def test_a_fork_bomb_that_stays_is_the_policys_and_ends_with_its_sandbox(state: 
     asyncio.run(check())
 
 
-# --------------------------------------------------------------------------------------------------- ownership
+# ----------------------------------------------------------------------------------------------- ownership
 
 
 def test_two_backends_on_one_engine_leave_each_other_alone(state: Path, tmp_path: Path) -> None:
@@ -431,7 +451,8 @@ def test_every_container_carries_its_limits_and_its_owner(state: Path) -> None:
             template = (
                 "{{json .HostConfig.Memory}} {{json .HostConfig.MemorySwap}} {{json .HostConfig.PidsLimit}} "
                 "{{json .HostConfig.NanoCpus}} {{.HostConfig.NetworkMode}} {{.HostConfig.LogConfig.Type}} "
-                "{{.HostConfig.ReadonlyRootfs}} {{json .HostConfig.CapDrop}} {{.HostConfig.RestartPolicy.Name}} "
+                "{{.HostConfig.ReadonlyRootfs}} {{json .HostConfig.CapDrop}} "
+                "{{.HostConfig.RestartPolicy.Name}} "
                 '{{index .Config.Labels "agentrl.backend"}} {{json .HostConfig.PortBindings}}'
             )
             memory = (128 + 16 + 64) << 20
@@ -443,7 +464,7 @@ def test_every_container_carries_its_limits_and_its_owner(state: Path) -> None:
     asyncio.run(check())
 
 
-# ------------------------------------------------------------------------------------------------------ images
+# -------------------------------------------------------------------------------------------------- images
 
 
 def test_a_dockerfile_is_built_once_and_its_workdir_is_what_the_diff_compares_with(
