@@ -17,6 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import parse_qsl
 
 from agentrl.errors import AgentRLError, ConfigError, nearest
 from agentrl.types import Task
@@ -39,6 +40,7 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
     {
         "attempt-verify-revise": "envs.builtin.revise:AttemptVerifyRevise",
         "calculator": "envs.builtin.calculator:Calculator",
+        "mcp": "envs.adapters.mcp_client:Mcp",
         "python": "envs.builtin.python:ENVIRONMENT",
         "search": "envs.builtin.search:Search",
         "simulated-search": "envs.builtin.simulated:SimulatedSearch",
@@ -103,14 +105,19 @@ def get(reference: str) -> Environment:
         return found
     if not isinstance(found, ToolEnvironment):
         raise ConfigError(f"Environment {plain} takes no options.")
-    given = dict(pair.partition("=")[::2] for pair in options.split("&"))
+    given = dict(parse_qsl(options, keep_blank_values=True))
     return replace(found.with_options(**given), reference=f"{found.reference}?{options}")
 
 
 def _by_name(name: str) -> Environment:
     if name in BUILTIN:
         module, _, attribute = BUILTIN[name].partition(":")
-        return _environment(getattr(importlib.import_module(module), attribute), name)
+        try:
+            return _environment(getattr(importlib.import_module(module), attribute), name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"Environment {name} needs {error.name}.", fix=f"pip install 'agentrl[{name}]'"
+            ) from error
     point = _points().get(name)
     if point is not None:
         try:

@@ -491,6 +491,18 @@ def envs_check(
     implementation.check(name, seeds=seeds, backend=str(backend), as_json=json)
 
 
+@envs.command("serve", epilog=examples("agentrl envs serve calculator --seed 7"))
+@guarded
+def envs_serve(
+    name: Reference,
+    seed: Annotated[int, typer.Option(min=0, help="Whose problem to serve.")] = 0,
+) -> None:
+    """Serve one attempt at a tool environment as MCP tools on stdin and stdout."""
+    from agentrl.cli import envs as implementation
+
+    implementation.serve(name, seed)
+
+
 # ------------------------------------------------------------------------------------------------- reference
 
 

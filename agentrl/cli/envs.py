@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from agentrl.cli import output
 from agentrl.cli.boundary import FAILED
+from agentrl.errors import AgentRLError, ConfigError
 from envs import conformance, registry, scaffold
 from envs.builtin.packages import PackagedEnvironment
 from envs.sandbox.local import LocalBackend
@@ -33,8 +34,12 @@ def list_environments(*, as_json: bool) -> None:
 def _facts(row: registry.Listed) -> dict[str, Any]:
     found = row.environment
     tools: list[str] = []
+    problem = row.problem
     if found is not None and not isinstance(found, PackagedEnvironment):
-        tools = [schema["function"]["name"] for schema in found.schemas()]
+        try:
+            tools = [schema["function"]["name"] for schema in found.schemas()]
+        except AgentRLError as error:  # it needs options, or a server
+            problem = str(error)
     return {
         "name": row.name,
         "source": row.source,
@@ -45,7 +50,7 @@ def _facts(row: registry.Listed) -> dict[str, Any]:
         else "tools",
         "tools": tools,
         "summary": "" if found is None else found.summary,
-        "problem": row.problem,
+        "problem": problem,
     }
 
 
@@ -123,6 +128,19 @@ def check(reference: str, *, seeds: int, backend: str, as_json: bool) -> None:
         )
     if bad:
         raise typer.Exit(FAILED)
+
+
+def serve(reference: str, seed: int) -> None:
+    """Serve one attempt as MCP tools on stdin and stdout; the verdict goes to stderr."""
+    found = registry.get(reference)
+    if isinstance(found, PackagedEnvironment):
+        raise ConfigError(f"{reference} needs a sandbox.", fix="Serve a tool environment: agentrl envs list.")
+    try:
+        from envs.adapters.mcp_server import serve_stdio
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"Serving needs {error.name}.", fix="pip install 'agentrl[mcp]'") from error
+    verdict = asyncio.run(serve_stdio(found, seed))
+    output.err().print(f"reward {verdict.reward}", highlight=False)
 
 
 def _packages(found: PackagedEnvironment, *, seeds: int, backend: str) -> tuple[conformance.Check, ...]:
