@@ -496,11 +496,14 @@ def envs_check(
 def envs_serve(
     name: Reference,
     seed: Annotated[int, typer.Option(min=0, help="Whose problem to serve.")] = 0,
+    json: Annotated[
+        bool, typer.Option("--json", help="The whole verdict, as one JSON object on stderr.")
+    ] = False,
 ) -> None:
-    """Serve one attempt at a tool environment as MCP tools on stdin and stdout."""
+    """Serve one attempt at a tool environment as MCP tools on stdin and stdout; its reward goes to stderr."""
     from agentrl.cli import envs as implementation
 
-    implementation.serve(name, seed)
+    implementation.serve(name, seed, as_json=json)
 
 
 # ------------------------------------------------------------------------------------------------- reference

@@ -13,6 +13,7 @@ from rich.markup import escape
 from agentrl.cli import output
 from agentrl.cli.boundary import FAILED
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.types import to_json
 from envs import conformance, registry, scaffold
 from envs.builtin.packages import PackagedEnvironment
 from envs.sandbox.local import LocalBackend
@@ -130,7 +131,7 @@ def check(reference: str, *, seeds: int, backend: str, as_json: bool) -> None:
         raise typer.Exit(FAILED)
 
 
-def serve(reference: str, seed: int) -> None:
+def serve(reference: str, seed: int, *, as_json: bool) -> None:
     """Serve one attempt as MCP tools on stdin and stdout; the verdict goes to stderr."""
     found = registry.get(reference)
     if isinstance(found, PackagedEnvironment):
@@ -140,7 +141,8 @@ def serve(reference: str, seed: int) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"Serving needs {error.name}.", fix="pip install 'agentrl[mcp]'") from error
     verdict = asyncio.run(serve_stdio(found, seed))
-    output.err().print(f"reward {verdict.reward}", highlight=False)
+    told = to_json(verdict).decode() if as_json else f"reward {verdict.reward}"
+    typer.echo(told, err=True)
 
 
 def _packages(found: PackagedEnvironment, *, seeds: int, backend: str) -> tuple[conformance.Check, ...]:
