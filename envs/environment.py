@@ -357,7 +357,12 @@ class ToolEnvironment:
 
     def task(self, seed: int, split: Split | None = None) -> Task:
         """The task of a seed; its split is decided by its content unless given."""
-        return self._task(seed, self.problem(seed), split)
+        return self.made(seed, split)[1]
+
+    def made(self, seed: int, split: Split | None = None) -> tuple[Problem, Task]:
+        """The problem of a seed and its task."""
+        problem = self.problem(seed)
+        return problem, self._task(seed, problem, split)
 
     def _task(self, seed: int, problem: Problem, split: Split | None = None) -> Task:
         schemas = self.schemas()

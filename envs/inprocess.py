@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from agentrl.errors import BoundaryError, FaultOwner, SandboxError, TaskError, nearest
+from agentrl.errors import BoundaryError, ConfigError, FaultOwner, SandboxError, TaskError, nearest
 from agentrl.types import (
     Action,
     Evidence,
@@ -260,8 +260,22 @@ class EnvironmentSession:
             TaskError: the code or the problem is not what the task was made from.
             SandboxError: the environment's own code failed.
         """
-        problem = environment.problem(int(task.metadata["seed"]))
-        made = environment.task(int(task.metadata["seed"]), task.split)
+        try:
+            value, in_time, _ = await within(
+                settled(environment.made, int(task.metadata["seed"]), task.split),
+                RESET_DEADLINE_S,
+                grace_s=STOP_GRACE_S,
+            )
+        except ConfigError as error:
+            raise TaskError(str(error), code="environment", phase="open") from error
+        if not in_time or value is None:
+            raise TaskError(
+                f"Task {task.id}: problem({task.metadata['seed']}) took more than {RESET_DEADLINE_S:g} s.",
+                fix="Make problems quickly; do slow work in reset.",
+                code="problem_timeout",
+                phase="open",
+            )
+        problem, made = value
         if code_digest(environment.factory) != environment.code or made.revision != task.revision:
             raise TaskError(
                 f"Task {task.id}: environment {environment.name} is not what the task was made from.",
