@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from agentrl.errors import BoundaryError, SandboxError, SandboxLost, nearest
+from agentrl.errors import BoundaryError, SandboxError, SandboxLost, StoreError, nearest
 from agentrl.store import SessionMove, SessionRow, Store, TenantRow
 from agentrl.types import (
     Action,
@@ -62,11 +62,13 @@ ONCE_DEADLINE_S = 120.0
 GROUP_REMEMBERED_S = 6 * 3600.0
 MAX_PENDING = 16
 """Operations of one session that may wait for each other."""
-KEPT_RESULTS = 256
+KEPT_RESULTS = 32
 """Results of a session that can be asked for again; an older one is forgotten, but never run twice."""
 KEPT_ENDED = 2048
 """Ended sessions kept in memory; older ones are read from the store."""
 TENANTS_FRESH_S = 5.0
+UNKNOWN_AGAIN_S = 0.5
+"""Guessed tokens make the store be asked no more often than this."""
 BREAKER_FAILURES = 5
 BREAKER_PAUSE_S = 10.0
 
@@ -145,6 +147,13 @@ class Live:
     @property
     def fault(self) -> Fault | None:
         return None if self.verdict is None else self.verdict.fault
+
+
+@dataclass(frozen=True, slots=True)
+class _CallersOwn:
+    """What a file operation found wrong with its path."""
+
+    error: OSError | ValueError
 
 
 class _Observed:
@@ -302,8 +311,13 @@ class Gateway:
     async def tenant_of(self, token: str) -> TenantRow:
         """The tenant of a bearer token. Raises `Refused` 401."""
         digest = hashlib.sha256(token.encode()).hexdigest()
-        if digest not in self._tenants or time.monotonic() - self._tenants_at > TENANTS_FRESH_S:
-            await self._load_tenants()
+        age_s = time.monotonic() - self._tenants_at
+        if age_s > (TENANTS_FRESH_S if digest in self._tenants else UNKNOWN_AGAIN_S):
+            try:
+                await self._load_tenants()
+            except StoreError:
+                if digest not in self._tenants:
+                    raise
         found = self._tenants.get(digest)
         if found is None:
             raise Refused(
@@ -768,11 +782,21 @@ class Gateway:
     async def once(self, live: Live, what: str, work: Callable[[Session], Awaitable[T]]) -> T:
         """A file operation or a diff: short, so its answer is waited for."""
 
-        async def ignoring(session: Session, _: float) -> T:
-            return await work(session)
+        async def noting(session: Session, _: float) -> T | _CallersOwn:
+            try:
+                return await work(session)
+            except (OSError, ValueError) as error:  # no such file, a folder, too large: nobody's fault
+                return _CallersOwn(error)
 
-        operation = self._operation(live, (what, secrets.token_hex(8)), b"", what, ignoring)
-        result: T | None = await self._result(live, operation, ONCE_DEADLINE_S)
+        key = (what, secrets.token_hex(8))
+        try:
+            result: T | _CallersOwn | None = await self._result(
+                live, self._operation(live, key, b"", what, noting), ONCE_DEADLINE_S
+            )
+        finally:
+            live.operations.pop(key, None)  # nobody can ask for it again, and it may be large
+        if isinstance(result, _CallersOwn):
+            raise result.error
         if result is None:
             raise SandboxError(
                 f"Session {live.id}: {what} did not finish within {ONCE_DEADLINE_S:g} s.",
@@ -871,8 +895,8 @@ class Gateway:
                     self._move(live, State.LOST, fault)
                 self._begin_end(live, State.FAILED, fault)
                 raise
-            except (OSError, ValueError, Refused, Over):
-                raise  # the caller's own: a file that is not there, a path that is a folder
+            except (Refused, Over):
+                raise
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # the boundary of an operation: classified and recorded
@@ -1064,7 +1088,7 @@ class Gateway:
             self._held_s = held if self._held_s is None else 0.9 * self._held_s + 0.1 * held
         self.slots.release(live.claim)
         live.operations = {
-            key: Operation(o.digest, o.task if o.task is not None and o.task.done() else None)
+            key: Operation(o.digest, o.task if _failed(o.task) else None)
             for key, o in live.operations.items()
         }
         self._evict()
@@ -1143,6 +1167,11 @@ def _ration_view(ration: Ration, tenant: str) -> wire.RationView:
         waiting_total=ration.waiting(),
         paused=ration.paused,
     )
+
+
+def _failed(task: asyncio.Task[Any] | None) -> bool:
+    """Whether it ended by an error, which is small and may be asked for again."""
+    return task is not None and task.done() and not task.cancelled() and task.exception() is not None
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:

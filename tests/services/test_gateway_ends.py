@@ -115,6 +115,7 @@ def test_an_absolute_deadline_ends_the_session_wherever_it_is(store: Store, task
             ]
             await here.ada.send(calls.session(views[0].id, wait_s=5))
             clock.now += 31
+            await until(lambda: all(store.session(view.id).ended_at is not None for view in views))
             await here.quiet()
             for view in views:
                 row = store.session(view.id)
