@@ -96,7 +96,7 @@ def test_any_body_gets_a_typed_answer(store: Store, task: Task) -> None:
 def test_any_path_gets_a_typed_answer(store: Store, task: Task) -> None:
     async def run() -> None:
         async with world(store, [task]) as here, here.raw() as http:
-            for part in ("%00", "%ff", "..%2f..", "s-0", "é", "a" * 3000, "%2e%2e", "'", "\x7f"):
+            for part in ("%00", "%ff", "..%2f..", "s-0", "é", "a" * 3000, "%2e%2e", "'", "%7f"):
                 for url in (
                     *(f"/v1/sessions/{part}", f"/v1/sessions/{part}/exec/{part}", f"/v1/{part}"),
                     *(f"/v1/sessions/{part}/files?path={part}", f"/v1/tasks?limit={part}"),
