@@ -122,6 +122,7 @@ def test_calls_that_answer_otherwise_when_replayed_leave_no_reward(plain: ToolEn
     assert verdict.reward is None
     assert verdict.fault is not None
     assert verdict.fault.code == "not_deterministic"
+    assert {e.key: e.holds for e in verdict.evidence}[EvidenceKey.E7_FRESH_VERIFIER] is False
 
 
 def test_an_attempt_that_spoils_what_instances_share_is_caught(
@@ -131,6 +132,7 @@ def test_an_attempt_that_spoils_what_instances_share_is_caught(
     assert verdict.reward is None
     assert verdict.fault is not None
     assert verdict.fault.code == "canary_failed"
+    assert {e.key: e.holds for e in verdict.evidence}[EvidenceKey.E8_REPORT_COMPLETE] is False
 
 
 def test_without_admission_there_is_no_reward(plain: ToolEnvironment) -> None:
