@@ -21,7 +21,8 @@ from envs.sandbox.contract import Sandbox
 from envs.sandbox.docker import DockerBackend
 from envs.sandbox.engine import socket_path
 
-Act = Literal["delay", "never", "drop_answer", "refuse"]
+Act = Literal["delay", "never", "drop_answer", "refuse", "late"]
+"""`late`: handed on after `seconds`, though the asker may be gone by then."""
 
 
 def docker(*words: str) -> str:
@@ -120,13 +121,13 @@ class Proxy:
                 )
                 await writer.drain()
                 return
-            if rule.act == "delay":
+            if rule.act in ("delay", "late"):
                 await asyncio.sleep(rule.seconds)
         there, back = await asyncio.open_unix_connection(self.engine)
         back.write(head)
         forward = asyncio.create_task(_pump(reader, back))
         try:
-            if rule is not None and rule.act == "drop_answer":
+            if rule is not None and rule.act in ("drop_answer", "late"):
                 await there.read(1)  # The engine has done it, and nobody hears.
                 return
             backward = asyncio.create_task(_pump(there, writer))

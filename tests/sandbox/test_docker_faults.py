@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from engines import Rule, containers_of, docker, engine_or_skip, kill_container,
 
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, TaskError
 from agentrl.types import ExecStatus, SandboxSpec
+from envs.sandbox import docker_disk
 from envs.sandbox.contract import ExecRequest
 from envs.sandbox.docker import DockerBackend
 from envs.sandbox.engine import EngineUnknown
@@ -68,6 +70,15 @@ async def make(
     image = await image_of(backend, state)
     spec = SandboxSpec(image=image, **{"memory_mib": 128, "disk_mib": 16, "pids": 48, **limits})
     return await backend.create(spec, image=image, session="faults", deadline_s=deadline_s)
+
+
+def disks_held() -> int:
+    """Descriptors of this process that keep a sandbox's disk."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{fd}").endswith("/upper")
+    return found
 
 
 def engine_pid() -> int:
@@ -223,6 +234,54 @@ def test_a_create_that_is_cancelled_anywhere_leaves_nothing(state: Path) -> None
             await backend.close()
             assert list((state / "docker" / "run").glob(f"{backend.id}/*")) == []
             assert len(os.listdir("/proc/self/fd")) <= before
+
+    asyncio.run(check())
+
+
+def test_a_cancelled_start_waits_for_the_mounts_that_it_must_give_back(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = docker_disk.make
+    begun = threading.Event()
+
+    def slow(folder: Path, lower: Path, *, workdir: str, disk_mib: int) -> tuple[dict[str, str], int]:
+        made = prompt(folder, lower, workdir=workdir, disk_mib=disk_mib)
+        begun.set()
+        time.sleep(0.5)
+        return made
+
+    async def check() -> None:
+        async with opened(state) as backend:
+            await image_of(backend, state)
+            monkeypatch.setattr(docker_disk, "make", slow)
+            task = asyncio.create_task(make(backend, state))
+            assert await asyncio.to_thread(begun.wait, 10)
+            assert disks_held() == 1
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await backend.close()
+            await asyncio.sleep(1.0)
+            assert disks_held() == 0
+
+    asyncio.run(check())
+
+
+def test_a_container_that_comes_after_its_create_was_given_up_is_removed(state: Path, tmp_path: Path) -> None:
+    async def check() -> None:
+        async with proxied(tmp_path) as proxy, opened(state, proxy.path) as backend:
+            await image_of(backend, state)
+            proxy.rules = [Rule("/containers/create", "late", times=1, seconds=1.0)]
+            task = asyncio.create_task(make(backend, state))
+            while not proxy.rules[0].hits:  # noqa: ASYNC110  (another task's counter)
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # The whole request is on its way.
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            proxy.rules = []
+            await backend.close()
+            await asyncio.sleep(1.5)
 
     asyncio.run(check())
 
