@@ -24,7 +24,7 @@ def section() -> str:
         r"## Register an environment\n(.*?)\n## ", README.read_text(encoding="utf-8"), re.DOTALL
     )
     assert found is not None
-    return found[1]
+    return found[1].partition("**Others' environments")[0]
 
 
 def commands() -> list[str]:
