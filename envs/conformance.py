@@ -33,6 +33,9 @@ RANDOM_CALLS = 12
 LUCK = 0.5
 """A random agent that succeeds more often than this is not being tested."""
 TINY_LIMIT_S = 0.001
+LOOP_STALL_S = 1.0
+"""An async tool that holds the event loop longer stops every other attempt, and no time limit can end it."""
+HEARTBEAT_S = 0.005
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -273,6 +276,28 @@ class _Kit:
             raise _Failed(f"a call with a limit of {TINY_LIMIT_S} s took {slowest:.1f} s")
         return f"a limit of {TINY_LIMIT_S * 1000:g} ms ends every call within {slowest * 1000:.0f} ms"
 
+    async def event_loop(self) -> str:
+        longest, at = 0.0, time.monotonic()
+
+        async def beat() -> None:
+            nonlocal longest, at
+            while True:
+                await asyncio.sleep(HEARTBEAT_S)
+                longest, at = max(longest, time.monotonic() - at), time.monotonic()
+
+        beating = asyncio.create_task(beat())
+        try:
+            await self.play(self.tasks[0], self.environment.problem(self.seeds[0]).gold)
+            await asyncio.sleep(2 * HEARTBEAT_S)
+        finally:
+            beating.cancel()
+        if longest > LOOP_STALL_S:
+            raise _Failed(
+                f"a tool, reset or grade holds the event loop for {longest:.1f} s: await, or make it a plain def,"
+                " which runs in a thread"
+            )
+        return f"held for at most {longest * 1000:.0f} ms at a time"
+
     async def cancellation(self) -> str:
         before = set(threading.enumerate())
         for step in self.environment.problem(self.seeds[0]).gold:
@@ -314,6 +339,7 @@ async def check(environment: ToolEnvironment, *, seeds: int = 5) -> tuple[Check,
         ("wrong arguments", kit.clumsy),
         ("determinism", kit.determinism),
         ("leak", kit.leak),
+        ("event loop", kit.event_loop),
         ("timeout", kit.timeouts),
         ("cancellation", kit.cancellation),
     ]

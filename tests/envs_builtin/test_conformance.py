@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -185,5 +186,28 @@ def test_a_tool_that_can_not_be_stopped_fails(monkeypatch: pytest.MonkeyPatch) -
         await kit.problems()
         with pytest.raises(conformance._Failed, match="goes on after its time is up"):
             await kit.timeouts()
+
+    asyncio.run(run())
+
+
+class Blocks(Fit):
+    @tool
+    async def say(self, word: str) -> str:
+        """Say a word.
+
+        word: what to say
+        """
+        time.sleep(0.25)  # noqa: ASYNC251  (the fault that is tested)
+        return Fit.say(self, word)
+
+
+def test_an_async_tool_that_holds_the_event_loop_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "LOOP_STALL_S", 0.2)
+    kit = conformance._Kit(of_class(Blocks), range(1))
+
+    async def run() -> None:
+        await kit.problems()
+        with pytest.raises(conformance._Failed, match="holds the event loop"):
+            await kit.event_loop()
 
     asyncio.run(run())
