@@ -293,8 +293,8 @@ class _Kit:
             beating.cancel()
         if longest > LOOP_STALL_S:
             raise _Failed(
-                f"a tool, reset or grade holds the event loop for {longest:.1f} s: await, or make it a plain def,"
-                " which runs in a thread"
+                f"a tool, reset or grade holds the event loop for {longest:.1f} s: await,"
+                " or make it a plain def, which runs in a thread"
             )
         return f"held for at most {longest * 1000:.0f} ms at a time"
 
