@@ -28,7 +28,6 @@ from envs.sandbox.docker import DockerBackend
 from envs.sandbox.engine import EngineUnknown
 from envs.sandbox.images import folder_digest
 from envs.sandbox.live import LiveSandbox
-from envs.sandbox.pressure import Pressure
 
 pytestmark = pytest.mark.docker
 
@@ -331,10 +330,6 @@ def test_an_engine_that_refuses_is_the_environments_fault(state: Path, tmp_path:
 
 def test_an_engine_that_is_not_there_is_named(tmp_path: Path) -> None:
     backend = DockerBackend(tmp_path, host=f"unix://{tmp_path}/none.sock")
-    with pytest.raises(SandboxError, match="No Docker engine answers") as caught:
-        backend.check()
-    assert caught.value.fix is not None
-    assert "DOCKER_HOST" in caught.value.fix
 
     async def check() -> None:
         (tmp_path / "environment").mkdir()
@@ -344,12 +339,6 @@ def test_an_engine_that_is_not_there_is_named(tmp_path: Path) -> None:
         await backend.close()
 
     asyncio.run(check())
-
-
-def test_an_engine_on_another_machine_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SandboxError) as caught:
-        DockerBackend(tmp_path, host="tcp://10.0.0.1:2375")
-    assert caught.value.code == "engine_remote"
 
 
 def test_no_more_than_the_limit_start_at_once_and_commands_never_reach_the_engine(
@@ -366,20 +355,6 @@ def test_no_more_than_the_limit_start_at_once_and_commands_never_reach_the_engin
             assert [line for line in proxy.seen[before:] if "exec" in line] == []
 
     asyncio.run(check())
-
-
-def test_slowness_halves_the_limit_and_health_brings_it_back() -> None:
-    pressure = Pressure(8)
-    for _ in range(8):
-        pressure.learn(0.3)
-    assert pressure.limit == 8
-    pressure.learn(3.0)
-    assert pressure.limit == 4
-    pressure.learn(3.0)  # It was under way when the limit fell: no news.
-    assert pressure.limit == 4
-    for _ in range(40):
-        pressure.learn(0.3)
-    assert pressure.limit == 8
 
 
 # --------------------------------------------------------------------------------- what the policy may do

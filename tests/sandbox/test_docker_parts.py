@@ -1,0 +1,187 @@
+"""The parts of the Docker backend that need no engine: how many starts at once, the engine's answers as
+errors, the base image made of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.errors import SandboxError
+from agentrl.types import SandboxSpec
+from envs.sandbox import rootfs
+from envs.sandbox.contract import Mount
+from envs.sandbox.docker import DockerBackend
+from envs.sandbox.engine import Engine, EngineRefused, EngineUnknown, socket_path
+from envs.sandbox.pressure import Pressure
+
+
+def test_slowness_halves_the_limit_once_and_health_brings_it_back() -> None:
+    pressure = Pressure(8)
+    for _ in range(8):
+        pressure.learn(0.3)
+    assert pressure.limit == 8
+    pressure.learn(3.0)
+    assert pressure.limit == 4
+    pressure.learn(3.0)  # It was under way when the limit fell: no news.
+    assert pressure.limit == 4
+    for _ in range(40):
+        pressure.learn(0.3)
+    assert pressure.limit == 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    maximum=st.integers(1, 4),
+    work=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["good", "bad", "cancelled"])), max_size=16),
+)
+def test_never_more_than_the_maximum_and_every_slot_comes_back(
+    maximum: int, work: list[tuple[int, str]]
+) -> None:
+    async def one(pressure: Pressure, turns: int, end: str) -> None:
+        async with pressure.slot():
+            assert pressure.in_flight <= maximum
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if end == "bad":
+                raise OSError
+
+    async def check() -> None:
+        pressure = Pressure(maximum)
+        tasks = [asyncio.create_task(one(pressure, turns, end)) for turns, end in work]
+        await asyncio.sleep(0)
+        for task, (_, end) in zip(tasks, work, strict=True):
+            if end == "cancelled":
+                task.cancel()
+                await asyncio.sleep(0)
+        done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        assert not any(isinstance(outcome, AssertionError) for outcome in done)
+        assert pressure.in_flight == 0
+        assert pressure.peak <= maximum
+        async with asyncio.timeout(5), pressure.slot():
+            assert pressure.in_flight == 1
+
+    asyncio.run(check())
+
+
+@asynccontextmanager
+async def answering(folder: Path, answer: bytes | None) -> AsyncIterator[Engine]:
+    """An engine that says this to everything and hangs up; None: says nothing for ever."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if answer is None:
+            await reader.read()  # Until the asker gives up.
+        else:
+            writer.write(answer)
+        writer.close()
+
+    path = str(folder / "e.sock")
+    server = await asyncio.start_unix_server(serve, path)
+    try:
+        yield Engine(path)
+    finally:
+        server.close()
+        await asyncio.sleep(0.05)  # The other end of a given-up connection hears of it.
+
+
+JSON = b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (None, "engine_timeout"),
+        (b"", "engine_cut"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}", "engine_cut"),
+        (b"not http at all\r\n\r\n", "engine_cut"),
+        (JSON % (b"200 OK", 5, b"{half"), "engine_garbled"),
+    ],
+)
+def test_an_answer_that_can_not_be_used_is_unknown_and_never_a_success(
+    tmp_path: Path, answer: bytes | None, code: str
+) -> None:
+    async def check() -> None:
+        async with answering(tmp_path, answer) as engine:
+            with pytest.raises(EngineUnknown) as caught:
+                await engine.call("POST", "/containers/create", phase="create", deadline_s=0.5)
+            assert (caught.value.code, caught.value.phase, caught.value.owner) == (
+                code,
+                "create",
+                "environment",
+            )
+
+    asyncio.run(check())
+
+
+def test_a_refusal_carries_the_engines_words_and_status(tmp_path: Path) -> None:
+    words = b'{"message":"no such thing"}'
+
+    async def check() -> None:
+        async with answering(tmp_path, JSON % (b"404 Not Found", len(words), words)) as engine:
+            with pytest.raises(EngineRefused, match="no such thing") as caught:
+                await engine.call("GET", "/images/x/json", phase="prepare", deadline_s=5)
+            assert caught.value.status == 404
+            assert await engine.image("x", phase="prepare") is None
+            assert await engine.remove("x", deadline_s=5) == "absent"
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="No Docker engine answers") as caught:
+        DockerBackend(tmp_path, host=f"unix://{tmp_path}/none.sock").check()
+    assert caught.value.fix is not None
+    assert "DOCKER_HOST" in caught.value.fix
+
+
+@pytest.mark.parametrize("host", ["tcp://10.0.0.1:2375", "ssh://somewhere"])
+def test_an_engine_on_another_machine_is_refused(host: str) -> None:
+    with pytest.raises(SandboxError) as caught:
+        socket_path(host)
+    assert (caught.value.code, caught.value.retryable) == ("engine_remote", False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "mounts", "code"),
+    [
+        (SandboxSpec(image="dir:x", network="public"), (), "network_unsupported"),
+        (SandboxSpec(image="dir:x", workdir="/usr/src"), (), "bad_path"),
+        (SandboxSpec(image="dir:x", workdir="app"), (), "bad_path"),
+        (SandboxSpec(image="dir:x"), (Mount(source="/tmp", target="/a/../etc"),), "bad_path"),
+    ],
+)
+def test_what_a_container_can_not_be_is_refused_before_the_engine_is_asked(
+    tmp_path: Path, spec: SandboxSpec, mounts: tuple[Mount, ...], code: str
+) -> None:
+    backend = DockerBackend(tmp_path, host=f"unix://{tmp_path}/none.sock")
+    with pytest.raises(SandboxError) as caught:
+        asyncio.run(backend.create(spec, image="dir:x", session="s", mounts=mounts))
+    assert (caught.value.code, caught.value.retryable) == (code, False)
+
+
+def test_the_base_image_holds_a_system_and_nothing_of_this_machines_owner() -> None:
+    out = io.BytesIO()
+    rootfs.write_rootfs(out)
+    out.seek(0)
+    with tarfile.open(fileobj=out) as tar:
+        members = {member.name: member for member in tar.getmembers()}
+    names = set(members)
+    assert {"etc/passwd", "app", "proc", "usr/local/bin/python3", "tmp"} <= names
+    assert any(name.endswith("bin/bash") for name in names)
+    assert any(name.endswith("/encodings/utf_8.py") for name in names)
+    assert not any("site-packages" in name or "__pycache__" in name for name in names)
+    assert not any(name.startswith("home/") and name != "home/policy" for name in names)
+    assert all((member.uid, member.gid) == (0, 0) for member in members.values())
+    assert {name for name in names if name.startswith("etc/")} <= {
+        *("etc/passwd", "etc/group", "etc/nsswitch.conf", "etc/profile", "etc/shells", "etc/ld.so.cache"),
+        *(name for name in names if name.startswith("etc/alternatives")),
+    }
+    assert rootfs.identity() == rootfs.identity()
