@@ -13,10 +13,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from agentrl.errors import StoreError, nearest
 from agentrl.store.schema import gateways, session_log, sessions, tenants
+
+_MOVED = ("state", "lease_epoch", "lease_until", "ended_at", "verdict")
+"""What a transition changes in the row of its session."""
 
 
 class Superseded(StoreError):
@@ -129,38 +132,65 @@ def append(
             f"gateway {gateway!r} was superseded: epoch {newest} has started, this one is {epoch}.",
             fix="Stop this gateway; the newer one serves.",
         )
-    rows = [{name: getattr(row, name) for name in SessionRow.__slots__} for row in opened]
-    rows = [row for row in rows if _absent(connection, row["id"])]
-    if rows:
-        connection.execute(insert(sessions), rows)
-    for move in moves:
-        _move(connection, move)
+    if opened:
+        there = set(
+            connection.scalars(select(sessions.c.id).where(sessions.c.id.in_([r.id for r in opened])))
+        )
+        rows = [{n: getattr(row, n) for n in SessionRow.__slots__} for row in opened if row.id not in there]
+        if rows:
+            connection.execute(insert(sessions), rows)
+    if moves:
+        _move(connection, moves)
 
 
-def _absent(connection: Connection, session_id: str) -> bool:
-    return connection.scalar(select(sessions.c.id).where(sessions.c.id == session_id)) is None
-
-
-def _move(connection: Connection, move: SessionMove) -> None:
+def _move(connection: Connection, moves: Sequence[SessionMove]) -> None:
+    """A few statements for any number of lines: a busy gateway writes thousands."""
+    ids = sorted({move.session_id for move in moves})
     log = session_log.c
-    known = connection.execute(
-        select(log.state, log.at).where(log.session_id == move.session_id, log.seq == move.seq)
-    ).first()
-    if known is not None:
-        if (known.state, known.at) == (move.state, move.at):
-            return
-        raise StoreError(f"session {move.session_id}: transition {move.seq} is {known.state} already.")
-    values = {
-        "state": move.state,
-        "lease_epoch": move.lease_epoch,
-        "lease_until": move.lease_until,
-        **({"ended_at": move.at, "verdict": move.verdict} if move.ended else {}),
-    }
-    alive = (sessions.c.id == move.session_id, sessions.c.ended_at.is_(None))
-    if connection.execute(update(sessions).where(*alive).values(values)).rowcount != 1:
-        raise StoreError(f"session {move.session_id} has ended; it can not become {move.state}.")
+    highest = (
+        select(log.session_id, func.max(log.seq)).where(log.session_id.in_(ids)).group_by(log.session_id)
+    )
+    last = {row[0]: row[1] for row in connection.execute(highest)}
+    new = [move for move in moves if move.seq > last.get(move.session_id, -1)]
+    for move in moves:
+        if move.seq <= last.get(move.session_id, -1):
+            _same(connection, move)
+    over = select(sessions.c.id).where(sessions.c.id.in_(ids), sessions.c.ended_at.is_not(None))
+    ended = set(connection.scalars(over))
+    for move in new:
+        if move.session_id in ended:
+            raise StoreError(f"session {move.session_id} has ended; it can not become {move.state}.")
+        if move.ended:
+            ended.add(move.session_id)
+    if not new:
+        return
     names = ("session_id", "seq", "at", "epoch", "state", "owner", "code", "note")
-    connection.execute(insert(session_log), [{name: getattr(move, name) for name in names}])
+    connection.execute(insert(session_log), [{name: getattr(move, name) for name in names} for move in new])
+    newest = {move.session_id: move for move in new}
+    connection.execute(
+        update(sessions)
+        .where(sessions.c.id == bindparam("session"))
+        .values({name: bindparam(f"to_{name}") for name in _MOVED}),
+        [
+            {
+                "session": move.session_id,
+                "to_state": move.state,
+                "to_lease_epoch": move.lease_epoch,
+                "to_lease_until": move.lease_until,
+                "to_ended_at": move.at if move.ended else None,
+                "to_verdict": move.verdict,
+            }
+            for move in newest.values()
+        ],
+    )
+
+
+def _same(connection: Connection, move: SessionMove) -> None:
+    """A line that is there already must be this one: a batch that was sent again."""
+    where = (session_log.c.session_id == move.session_id, session_log.c.seq == move.seq)
+    known = connection.execute(select(session_log.c.state, session_log.c.at).where(*where)).first()
+    if known is None or (known.state, known.at) != (move.state, move.at):
+        raise StoreError(f"session {move.session_id}: transition {move.seq} is not {move.state} in the log.")
 
 
 def get(connection: Connection, session_id: str) -> SessionRow:

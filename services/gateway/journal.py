@@ -15,6 +15,8 @@ from agentrl.store import SessionMove, SessionRow, Store, Superseded
 
 FLUSH_DEADLINE_S = 30.0
 RETRY_S = 0.5
+LINGER_S = 0.005
+"""Lines that nobody waits for are written a little later, several at once."""
 BATCH = 512
 CLOSE_DEADLINE_S = 10.0
 
@@ -75,6 +77,8 @@ class Journal:
         while True:
             await self._changed.wait()
             self._changed.clear()
+            if not self._waiters:
+                await asyncio.sleep(LINGER_S)
             while self._pending:
                 batch = self._pending[:BATCH]
                 opened = [line for line in batch if isinstance(line, SessionRow)]
@@ -89,6 +93,11 @@ class Journal:
                 except StoreError as error:
                     self.trouble = str(error)
                     log.error("the session log can not be written, trying again: %s", error)
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                except Exception as error:  # the boundary of the log: a bug must not end its only writer
+                    self.trouble = f"{type(error).__name__}: {error}"
+                    log.error("the session log can not be written by an error of our own", exc_info=error)
                     await asyncio.sleep(RETRY_S)
                     continue
                 self.trouble = None
