@@ -82,7 +82,7 @@ def test_any_body_gets_a_typed_answer(store: Store, task: Task) -> None:
                 if session_id:
                     await here.ada.send(calls.delete(session_id))
 
-        @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(requests())
         def fuzz(request: tuple[str, bytes]) -> None:
             runner.run(ask(*request))
