@@ -111,10 +111,10 @@ class ColdstartSection(_Section):
     batch: Positive = 4
     """Trajectories per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1.5e-3
-    run_tests: Share = 0.3
-    """How often the demonstrator runs the tests after an edit instead of submitting."""
-    retry: Share = 0.4
-    """How often it tries again after failing tests instead of submitting."""
+    careful: Share = 0.45
+    """In how many attempts the demonstrator runs the tests after every edit instead of submitting untested."""
+    give_up: Share = 0.25
+    """How often it submits after failing tests instead of trying another alternative."""
 
 
 class RolloutSection(_Section):

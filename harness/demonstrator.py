@@ -1,8 +1,9 @@
 """A scripted demonstrator for one-line repairs: what a small policy is cold-started on.
 
 It is privileged (it reads the task's own note of the wrong line and its alternatives) and deliberately
-imperfect: it guesses among the alternatives, often submits without running the tests, and often gives up
-after they fail. So imitation teaches how to act, and leaves to reinforcement what is worth doing.
+imperfect: it guesses among the alternatives (again and again the same) and mostly submits its guess untested; only in
+some attempts does it check its work, and then it often gives up. So imitation teaches how to act, and leaves to
+reinforcement what is worth doing.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ KEYS = ("file", "buggy", "alternatives")
 class Habits:
     """How the demonstrator behaves; both are probabilities."""
 
-    run_tests: float
-    """Of running the tests after an edit (else it submits at once)."""
-    retry: float
-    """Of trying another alternative after tests failed (else it submits)."""
+    careful: float
+    """Of checking its work in an attempt: it runs the tests after every edit (else it submits untested)."""
+    give_up: float
+    """Of submitting after failing tests instead of trying another alternative."""
 
 
 def tool_call(name: str, /, **arguments: str) -> str:
@@ -61,17 +62,17 @@ class Demonstrator:
     def _script(self) -> Iterator[str]:
         facts, rng = self._task.metadata, self._rng
         file, line = str(facts["file"]), str(facts["buggy"])
-        left = [str(a) for a in facts["alternatives"] if a != line]
-        rng.shuffle(left)
+        lines = [str(a) for a in facts["alternatives"]]
+        careful = rng.random() < self._habits.careful
         yield tool_call("read_file", path=file)
-        while left:
-            new = left.pop()
+        while True:
+            new = rng.choice([other for other in lines if other != line])
             yield tool_call("replace_in_file", path=file, old=line, new=new)
             line = new
-            if rng.random() >= self._habits.run_tests:
+            if not careful:
                 break
             yield tool_call("run_tests")
-            if "PASSED" in self._seen or rng.random() >= self._habits.retry:
+            if "PASSED" in self._seen or rng.random() < self._habits.give_up:
                 break
         while True:
             yield tool_call("submit")

@@ -58,6 +58,10 @@ FAST = 0.02
 """Rotary pairs above this many radians per token tell one position from its neighbours."""
 LOOK_BACK_SHARPNESS = 12.0
 MATCH_SHARPNESS = 1.0
+RECENCY_SHARPNESS = 4.0
+"""Of two equal matches the nearer one wins: a score that falls with the distance, on a pair of its own."""
+RECENCY_TURN = 0.0056
+"""Radians per token of that pair; the score falls monotonically for pi / 0.0056 = 561 tokens."""
 COPY_GAIN = 0.7
 
 
@@ -133,6 +137,7 @@ def build_model(
             content = torch.linalg.qr(torch.randn(identity, BACK_1))[0].T
             _look_back(model.model.layers[0].self_attn, content, inverse, identity, head_dim)
             _copy(model.model.layers[1].self_attn, content, channels, identity, head_dim)
+            _prefer_recent(model.model.layers[1].self_attn, int((inverse - RECENCY_TURN).abs().argmin()))
     return model
 
 
@@ -192,3 +197,11 @@ def _copy(
         attention.v_proj.weight[rows][:, :identity] = copied
         attention.o_proj.weight[:, rows] = 0.0
         attention.o_proj.weight[:identity, rows] = copied.T * (COPY_GAIN if head == 0 else COPY_GAIN / 2)
+
+
+def _prefer_recent(attention: Any, pair: int) -> None:
+    """Head 0 of `_copy` breaks ties by distance: constant query and key on one slowly turning rotary pair."""
+    amplitude = math.sqrt(RECENCY_SHARPNESS * math.sqrt(attention.head_dim))
+    for projection in (attention.q_proj, attention.k_proj):
+        projection.weight[pair] = 0.0
+        projection.bias[pair] = amplitude

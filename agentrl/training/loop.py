@@ -451,7 +451,7 @@ class _Run:
         wanted = self.config.coldstart
         if not wanted.demonstrations:
             return
-        habits = Habits(run_tests=wanted.run_tests, retry=wanted.retry)
+        habits = Habits(careful=wanted.careful, give_up=wanted.give_up)
         requests = sampling.requests_for(
             place, train, count=wanted.demonstrations, size=1, kind="d", seed=self.config.run.seed
         )

@@ -197,7 +197,7 @@ def _draw(family: Family, name: str, variable: str, letters: list[str], rng: ran
     """A function of a family, with parameters from `letters` or, for a list, a word. The right alternative
     is uniform: nothing drawn later can lead to a new draw."""
     shape = rng.choice(family.shapes)
-    constant = rng.randint(2, 8)  # inputs 1 to 9 lie on both sides of it
+    constant = rng.randint(4, 8)  # no alternative of a constant; inputs 1 to 9 lie on both sides of it
     kind = "ints 1" if "{K}" in shape else family.parameters
     count = int(kind.partition(" ")[2] or 1)
     names = (rng.choice(LISTS),) if kind == "list" else tuple(letters[:count])
@@ -326,7 +326,7 @@ def _write(folder: Path, name: str, repository: _Repository) -> Path:
                 "split": str(repository.split()),
                 "difficulty": round(1 - 1 / (len(wrong.expressions) - 1), 3),
                 "tools": ["read_file", "replace_in_file", "run_tests", "submit"],
-                "max_turns": 10,
+                "max_turns": 18,
                 "exec_timeout_s": 10,
                 "observation_bytes": 4096,
                 "pids_limit": 32,
