@@ -116,8 +116,7 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of bug: `shapes` with `ALT` where the alternatives go, `{p}`, `{q}` for parameters, `{K}`
-    for a number."""
+    """A kind of bug: `shapes` with `ALT` where the alternatives go, `{p}`, `{q}` for parameters."""
 
     name: str
     shapes: tuple[str, ...]
@@ -127,8 +126,8 @@ class Family:
 
 
 FAMILIES = (
-    Family("arithmetic", ("{p} ALT {q}", "{p} ALT {K}"), ("+", "-", "*", "//"), "ints 2"),
-    Family("comparison", ("{p} ALT {q}", "{p} ALT {K}"), ("<", "<=", ">", ">="), "ints 2"),
+    Family("arithmetic", ("{p} ALT {q}",), ("+", "-", "*", "//"), "ints 2"),
+    Family("comparison", ("{p} ALT {q}",), ("<", "<=", ">", ">="), "ints 2"),
     Family("constant", ("{p} + ALT", "{p} - ALT", "{p} * ALT"), ("0", "1", "2", "3"), "ints 1"),
     Family("builtin", ("ALT({p})",), ("sum", "len", "max", "min"), "list"),
 )
@@ -173,7 +172,7 @@ def _compiled(parameters: tuple[str, ...], expression: str) -> Callable[..., Any
 
 
 def _separating(
-    functions: list[Callable[..., Any]], right: int, kind: str, constant: int, rng: random.Random
+    functions: list[Callable[..., Any]], right: int, kind: str, rng: random.Random
 ) -> tuple[Inputs, ...]:
     """At most `MAX_ASSERTS` inputs; every wrong alternative differs from the right one on at least one of
     them."""
@@ -181,7 +180,7 @@ def _separating(
         chosen: list[Inputs] = []
         left = set(range(len(functions))) - {right}
         for _ in range(40):
-            inputs = (constant,) if kind == "ints 1" and rng.random() < 0.3 else _inputs(kind, rng)
+            inputs = _inputs(kind, rng)
             value = functions[right](*inputs)
             caught = {i for i in left if functions[i](*inputs) != value}
             if not caught or (len(chosen) == MAX_ASSERTS - 1 and caught != left):
@@ -197,11 +196,10 @@ def _draw(family: Family, name: str, variable: str, letters: list[str], rng: ran
     """A function of a family, with parameters from `letters` or, for a list, a word. The right alternative
     is uniform: nothing drawn later can lead to a new draw."""
     shape = rng.choice(family.shapes)
-    constant = rng.randint(4, 8)  # no alternative of a constant; inputs 1 to 9 lie on both sides of it
-    kind = "ints 1" if "{K}" in shape else family.parameters
+    kind = family.parameters
     count = int(kind.partition(" ")[2] or 1)
     names = (rng.choice(LISTS),) if kind == "list" else tuple(letters[:count])
-    slots = dict(zip("pq", names, strict=False)) | {"K": constant}
+    slots = dict(zip("pq", names, strict=False))
     expressions = tuple(
         shape.replace("ALT", alternative).format(**slots) for alternative in family.alternatives
     )
@@ -213,8 +211,8 @@ def _draw(family: Family, name: str, variable: str, letters: list[str], rng: ran
         parameters=names,
         expressions=expressions,
         right=right,
-        asserts=_separating(compiled, right, kind, constant, rng),
-        hidden=_separating(compiled, right, kind, constant, rng),
+        asserts=_separating(compiled, right, kind, rng),
+        hidden=_separating(compiled, right, kind, rng),
     )
 
 
@@ -287,7 +285,7 @@ def _repositories(rng: random.Random) -> Iterator[_Repository]:
     while True:
         count = rng.randint(2, 3)
         words = rng.sample(FUNCTIONS, 2 * count)
-        families = [rng.choice(FAMILIES) for _ in range(count)]
+        families = rng.sample(FAMILIES, count)
         letters = rng.sample(VARIABLES, 2 * count)  # no letter in two functions
         functions = [
             _draw(f, words[i], words[count + i], letters[2 * i : 2 * i + 2], rng)
