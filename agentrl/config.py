@@ -111,10 +111,12 @@ class ColdstartSection(_Section):
     batch: Positive = 4
     """Trajectories per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1.5e-3
-    careful: Share = 0.45
-    """In how many attempts the demonstrator runs the tests after every edit instead of submitting untested."""
+    careful: Share = 0.4
+    """In how many attempts the demonstrator runs the tests after every edit."""
     give_up: Share = 0.25
     """How often it submits after failing tests instead of trying another alternative."""
+    change_mind: Share = 0.5
+    """How often it edits again where it does not run the tests."""
 
 
 class RolloutSection(_Section):

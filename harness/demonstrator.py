@@ -1,9 +1,9 @@
 """A scripted demonstrator for one-line repairs: what a small policy is cold-started on.
 
 It is privileged (it reads the task's own note of the wrong line and its alternatives) and deliberately
-imperfect: it guesses among the alternatives (again and again the same) and mostly submits its guess untested; only in
-some attempts does it check its work, and then it often gives up. So imitation teaches how to act, and leaves to
-reinforcement what is worth doing.
+imperfect: it guesses among the alternatives, forgets what it has tried, changes its mind, and mostly submits
+untested; only in some attempts does it check its work, and then it often gives up. So imitation teaches how
+to act, and leaves to reinforcement what is worth doing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Habits:
     """Of checking its work in an attempt: it runs the tests after every edit (else it submits untested)."""
     give_up: float
     """Of submitting after failing tests instead of trying another alternative."""
+    change_mind: float
+    """Of another edit, untested, where it does not check its work."""
 
 
 def tool_call(name: str, /, **arguments: str) -> str:
@@ -70,6 +72,8 @@ class Demonstrator:
             yield tool_call("replace_in_file", path=file, old=line, new=new)
             line = new
             if not careful:
+                if rng.random() < self._habits.change_mind:
+                    continue
                 break
             yield tool_call("run_tests")
             if "PASSED" in self._seen or rng.random() < self._habits.give_up:

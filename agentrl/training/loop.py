@@ -451,7 +451,7 @@ class _Run:
         wanted = self.config.coldstart
         if not wanted.demonstrations:
             return
-        habits = Habits(careful=wanted.careful, give_up=wanted.give_up)
+        habits = Habits(careful=wanted.careful, give_up=wanted.give_up, change_mind=wanted.change_mind)
         requests = sampling.requests_for(
             place, train, count=wanted.demonstrations, size=1, kind="d", seed=self.config.run.seed
         )

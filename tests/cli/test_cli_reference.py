@@ -27,7 +27,7 @@ def test_keys_have_their_type_default_and_meaning() -> None:
     table = {key: rest for key, *rest in keys()}
     assert table["train.critic_learning_rate"][:2] == ["float or none", "none"]
     assert table["run.dir"][2].startswith("Folder of everything the run leaves")
-    assert table["policy.small.layers"][1] == "3"
+    assert table["policy.small.layers"][1] == "2"
     assert table["tasks.admission"][0] == '"light" | "full" | "stored"'
 
 
