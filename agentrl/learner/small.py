@@ -58,11 +58,11 @@ FAST = 0.02
 """Rotary pairs above this many radians per token tell one position from its neighbours."""
 LOOK_BACK_SHARPNESS = 12.0
 MATCH_SHARPNESS = 1.0
-RECENCY_SHARPNESS = 4.0
-"""Of two equal matches the nearer one wins: a score that falls with the distance, on a pair of its own."""
-RECENCY_TURN = 0.0056
-"""Radians per token of that pair; the score falls monotonically for pi / 0.0056 = 561 tokens."""
 COPY_GAIN = 0.7
+RECENCY = 8.0
+"""Of two equal matches the nearer one wins: this much of the score is lost over a quarter turn."""
+RECENCY_TURN = 0.0056
+"""Radians per token of that pair: a quarter turn is 280 tokens."""
 
 
 def build_tokenizer(texts: Iterable[str], *, vocabulary: int) -> PreTrainedTokenizerFast:
@@ -200,8 +200,13 @@ def _copy(
 
 
 def _prefer_recent(attention: Any, pair: int) -> None:
-    """Head 0 of `_copy` breaks ties by distance: constant query and key on one slowly turning rotary pair."""
-    amplitude = math.sqrt(RECENCY_SHARPNESS * math.sqrt(attention.head_dim))
+    """Head 0 of `_copy` breaks ties by distance d: constant query and key on one rotary pair, a quarter turn
+    apart, add -RECENCY * sin(turn * d) to the score."""
+    half = attention.head_dim // 2
+    amplitude = math.sqrt(RECENCY * math.sqrt(attention.head_dim))
     for projection in (attention.q_proj, attention.k_proj):
-        projection.weight[pair] = 0.0
-        projection.bias[pair] = amplitude
+        for channel in (pair, pair + half):
+            projection.weight[channel] = 0.0
+            projection.bias[channel] = 0.0
+    attention.q_proj.bias[pair + half] = amplitude
+    attention.k_proj.bias[pair] = amplitude
