@@ -61,6 +61,11 @@ class TasksSection(_Section):
     """Tasks to generate for training (a folder: at most so many are used)."""
     heldout: Positive = 96
     """Tasks to generate that are never trained on."""
+    demonstrated: NonNegative = 0
+    """Further tasks to generate that only the demonstrator attempts (not admitted, so nothing is earned on
+    them);
+    0: it attempts the training tasks. The more different ones it shows, the better its imitator
+    generalizes."""
     admission: Literal["light", "full", "stored"] = "light"
     """`full`: solution and empty attempt three times, and the exploit battery. `light`: once, for generated
     suites.

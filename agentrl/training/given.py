@@ -37,9 +37,12 @@ class Tasks:
 
     train: tuple[Task, ...]
     heldout: tuple[Task, ...]
+    demonstrated: tuple[Task, ...] = ()
+    """What the demonstrator attempts; the training tasks where the suite has no others."""
 
     def __post_init__(self) -> None:
-        shared = {t.revision for t in self.train} & {t.revision for t in self.heldout}
+        shown = {t.revision for t in (*self.train, *self.demonstrated)}
+        shared = shown & {t.revision for t in self.heldout}
         if shared:
             raise ConfigError(
                 f"{len(shared)} held-out tasks are also training tasks.", fix="Split the suite anew."
@@ -57,7 +60,12 @@ def tasks(config: RunConfig, folder: RunFolder) -> Tasks:
     if wanted.suite == swe_mini.SUITE:
         done = folder.tasks / ".complete"
         if not done.exists():
-            swe_mini.generate(folder.tasks, train=wanted.train, heldout=wanted.heldout, seed=config.run.seed)
+            swe_mini.generate(
+                folder.tasks,
+                train=wanted.train + wanted.demonstrated,
+                heldout=wanted.heldout,
+                seed=config.run.seed,
+            )
             done.touch()
         found = load_suite(folder.tasks)
     elif wanted.suite.startswith(registry.PREFIX):
@@ -75,7 +83,9 @@ def tasks(config: RunConfig, folder: RunFolder) -> Tasks:
             f"tasks.suite = '{wanted.suite}' is neither a generated suite, nor env:NAME, nor a folder.",
             fix=nearest(wanted.suite, [swe_mini.SUITE]),
         )
-    train = tuple(t for t in found if t.split is Split.TRAIN)[: wanted.train]
+    every = tuple(t for t in found if t.split is Split.TRAIN)
+    train = every[: wanted.train]
+    demonstrated = every[wanted.train :][: wanted.demonstrated]
     heldout = tuple(t for t in found if t.split is Split.HELDOUT)[: wanted.heldout]
     if not train:
         raise ConfigError(
@@ -86,7 +96,7 @@ def tasks(config: RunConfig, folder: RunFolder) -> Tasks:
             f"eval.tasks = {config.eval.tasks}, but {wanted.suite} has {len(heldout)} held-out tasks.",
             fix='Lower eval.tasks, or mark more packages with split = "heldout".',
         )
-    return Tasks(train=train, heldout=heldout[: config.eval.tasks])
+    return Tasks(train=train, heldout=heldout[: config.eval.tasks], demonstrated=demonstrated or train)
 
 
 def backend(config: RunConfig, state_dir: Path, listener: Listener) -> Backend:

@@ -46,6 +46,8 @@ from harness.demonstrator import Habits
 from harness.group import GroupOutcome, GroupRequest
 
 ADMISSIONS_AT_ONCE = 4
+NOT_ADMITTED = "not_admitted"
+"""Fault code of demonstrations on tasks that were never to earn anything: no fault of anybody."""
 KEEP_VERSION_0 = 2**31
 """Only version 0 is a multiple of it: the reference of KL terms and the `before` of every report stays."""
 
@@ -284,11 +286,11 @@ class _Run:
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         suite = await asyncio.to_thread(given.tasks, config, folder)
-        tokenizer = await asyncio.to_thread(given.tokenizer, config, folder, suite.train)
+        tokenizer = await asyncio.to_thread(given.tokenizer, config, folder, suite.demonstrated)
         model = await asyncio.to_thread(given.policy, config, tokenizer)
         async with self.workplace(tokenizer, _context(model)) as (place, tasks):
             learner = self._learner(model, tokenizer)
-            await self._recover(place, learner, tokenizer, tasks.train)
+            await self._recover(place, learner, tokenizer, tasks.demonstrated)
             sampler = self._sampler(place)
             try:
                 before = await self._evaluate(place, sampler, tasks.heldout, phase="heldout_before")
@@ -319,6 +321,7 @@ class _Run:
             admitted = given.Tasks(
                 train=tuple(t for t in tasks.train if admissions[t.id].valid),
                 heldout=tuple(t for t in tasks.heldout if admissions[t.id].valid),
+                demonstrated=tasks.demonstrated,
             )
             yield place, admitted
         finally:
@@ -390,14 +393,15 @@ class _Run:
         )
 
     async def _recover(
-        self, place: Workplace, learner: Learner, tokenizer: Any, train: Sequence[Task]
+        self, place: Workplace, learner: Learner, tokenizer: Any, shown: Sequence[Task]
     ) -> None:
-        """The last good state of this run: from its checkpoint, or version 0 after the cold start."""
+        """The last good state of this run: from its checkpoint, or version 0 after the cold start on what is
+        shown."""
         resumed = await asyncio.to_thread(checkpoint.load, self.folder.checkpoints, learner)
         if resumed is None:
             for number in publish.retract_after(self.folder.versions, -1):
                 self.listener.note(f"Version {number} was published without a checkpoint; it is made again.")
-            await self._cold_start(place, learner, train)
+            await self._cold_start(place, learner, shown)
             self.progress.version = await asyncio.to_thread(
                 publish.publish,
                 learner.policy,
@@ -446,19 +450,19 @@ class _Run:
         version = None if last["version"] is None else from_dict(PolicyVersion, last["version"])
         self.store.record_update(self.run_id, last["update"], last["ids"], version, last["metrics"])
 
-    async def _cold_start(self, place: Workplace, learner: Learner, train: Sequence[Task]) -> None:
+    async def _cold_start(self, place: Workplace, learner: Learner, shown: Sequence[Task]) -> None:
         """Imitate the demonstrator's recorded trajectories."""
         wanted = self.config.coldstart
         if not wanted.demonstrations:
             return
         habits = Habits(careful=wanted.careful, give_up=wanted.give_up, change_mind=wanted.change_mind)
         requests = sampling.requests_for(
-            place, train, count=wanted.demonstrations, size=1, kind="d", seed=self.config.run.seed
+            place, shown, count=wanted.demonstrations, size=1, kind="d", seed=self.config.run.seed
         )
         make = sampling.demonstrations_by(place, habits)
-        shown = await sampling.collect(place, requests, make, phase="demonstration")
+        examples = await sampling.collect(place, requests, make, phase="demonstration")
         here = asyncio.get_running_loop()
-        steps = wanted.epochs * -(-len(shown) // wanted.batch)
+        steps = wanted.epochs * -(-len(examples) // wanted.batch)
         self.listener.begin("imitation", total=steps, unit="steps")
 
         def tell(at: ImitationProgress) -> None:
@@ -467,7 +471,7 @@ class _Run:
 
         losses = await asyncio.to_thread(
             lambda: learner.imitate(
-                shown,
+                examples,
                 epochs=wanted.epochs,
                 mini_batch=wanted.batch,
                 learning_rate=wanted.learning_rate,
@@ -686,7 +690,7 @@ class _Run:
             heldout_before=before,
             heldout_after=after,
             trajectories=len(rows),
-            faults=sum(r.reward is None for r in rows),
+            faults=sum(r.reward is None and r.fault_code != NOT_ADMITTED for r in rows),
             calls=sum(r.calls for r in rows),
             calls_checked=verified.calls_checked,
             wall_s=0.0,
