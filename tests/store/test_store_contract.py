@@ -555,6 +555,7 @@ def test_a_url_that_is_no_store_is_a_configuration_error(url: str, says: str) ->
 
 
 def test_the_password_is_never_shown() -> None:
+    pytest.importorskip("psycopg")
     with pytest.raises(StoreError) as refused:
         Store.open("postgresql://me:secret@127.0.0.1:1/none", wait_s=0.2)
     assert "secret" not in str(refused.value)
