@@ -222,7 +222,8 @@ async def _attempt_heldout(
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     one = _Run(config, None, folder, store, run_id, listener)
-    async with one.workplace(tokenizer, _context(model)) as (place, tasks):
+    suite = await asyncio.to_thread(given.tasks, config, folder)
+    async with one.workplace(suite, tokenizer, _context(model)) as (place, tasks):
         sampler = LocalSampler(
             model,
             stop_token_ids=place.chat.stop_token_ids,
@@ -288,7 +289,7 @@ class _Run:
         suite = await asyncio.to_thread(given.tasks, config, folder)
         tokenizer = await asyncio.to_thread(given.tokenizer, config, folder, suite.demonstrated)
         model = await asyncio.to_thread(given.policy, config, tokenizer)
-        async with self.workplace(tokenizer, _context(model)) as (place, tasks):
+        async with self.workplace(suite, tokenizer, _context(model)) as (place, tasks):
             learner = self._learner(model, tokenizer)
             await self._recover(place, learner, tokenizer, tasks.demonstrated)
             sampler = self._sampler(place)
@@ -301,9 +302,10 @@ class _Run:
         return await asyncio.to_thread(self._finish, place, before, after)
 
     @asynccontextmanager
-    async def workplace(self, tokenizer: Any, context: int) -> AsyncIterator[tuple[Workplace, given.Tasks]]:
+    async def workplace(
+        self, tasks: given.Tasks, tokenizer: Any, context: int
+    ) -> AsyncIterator[tuple[Workplace, given.Tasks]]:
         """A checked backend and the tasks that were admitted on it; everything is given back at the end."""
-        tasks = await asyncio.to_thread(given.tasks, self.config, self.folder)
         backend = given.backend(self.config, self.folder.root / "sandboxes", self.listener)
         try:
             admissions = await self._admit([*tasks.train, *tasks.heldout], backend)
