@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,14 +102,22 @@ class Proxy:
             kind = "start" if "/start" in line else "create" if "/containers/create" in line else "other"
             self.in_flight[kind] = self.in_flight.get(kind, 0) + 1
             self.peak[kind] = max(self.peak.get(kind, 0), self.in_flight[kind])
-            try:
-                await self._pass(head, reader, writer, rule)
-            finally:
-                self.in_flight[kind] -= 1
+            with contextlib.ExitStack() as counted:
+                counted.callback(self._count_down, kind)
+                await self._pass(head, reader, writer, rule, answered=counted.close)
+
+    def _count_down(self, kind: str) -> None:
+        self.in_flight[kind] -= 1
 
     async def _pass(
-        self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rule: Rule | None
+        self,
+        head: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        rule: Rule | None,
+        answered: Callable[[], None],
     ) -> None:
+        """`answered` is called as the engine's answer begins, before the client can know of it."""
         if rule is not None:
             rule.hits += 1
             if rule.act == "never":
@@ -130,7 +138,7 @@ class Proxy:
             if rule is not None and rule.act in ("drop_answer", "late"):
                 await there.read(1)  # The engine has done it, and nobody hears.
                 return
-            backward = asyncio.create_task(_pump(there, writer))
+            backward = asyncio.create_task(_pump(there, writer, heard=answered))
             try:
                 await asyncio.wait((forward, backward), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -147,9 +155,13 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+async def _pump(
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, heard: Callable[[], None] | None = None
+) -> None:
     with contextlib.suppress(ConnectionError):
         while data := await source.read(1 << 16):
+            if heard is not None:
+                heard()
             target.write(data)
             await target.drain()
 
