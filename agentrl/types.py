@@ -166,6 +166,8 @@ class Task:
 class FinishReason(StrEnum):
     STOP = "stop"
     """A stop token was sampled; it is the last generated id."""
+    STOP_STRING = "stop_string"
+    """A stop string was completed by the last generated id, which is kept whole."""
     LENGTH = "length"
     """The token budget of the call ended it."""
     ABORT = "abort"

@@ -35,6 +35,7 @@ from agentrl.types import (
 from harness.chat import ChatFormat
 from harness.prompt import Message
 from harness.recorder import Recorder, view_hash
+from harness.stops import sample as sample_until
 from harness.transcript import Ids, Prompt, Transcript
 
 ANSWER_GRACE_S = 300.0
@@ -199,18 +200,52 @@ class Attempt:
             raise OutOfBudget(Termination.MAX_TURNS)
         prompt = conversation.next_prompt(self.chat)
         room = self._room(len(prompt.token_ids))
+        call = await self.draw(prompt, view=view_hash(conversation.messages, conversation.tools))
+        generated = len(call.generation_token_ids)
+        cut = call.finish_reason is FinishReason.LENGTH
+        message, actions = self.chat.reply(call.generation_token_ids, turn=len(self.turns), cut=cut)
+        conversation.answered(prompt, call, message)
+        if cut and (generated == room or generated < call.sampling.max_tokens):
+            # A budget ended it, or the engine's own context did: what is cut is not acted on.
+            self.turns.append(Turn(call_id=call.id, actions=actions, observations=()))
+            self._room(len(conversation.transcript))
+            raise OutOfBudget(Termination.CONTEXT_FULL)
+        return Reply(call=call, message=message, actions=actions)
+
+    async def draw(
+        self,
+        prompt: Prompt,
+        *,
+        view: str,
+        sampling: SamplingParams | None = None,
+        stops: Sequence[str] = (),
+    ) -> ModelCall:
+        """Sample after a prompt and record the call: the one place where anything is sampled.
+
+        Args:
+            prompt: exact ids and what they extend.
+            view: `view_hash` of the messages and tools behind them.
+            sampling: default that of the attempt; `max_tokens` is lowered to what the budgets leave.
+            stops: stop strings.
+
+        Raises:
+            OutOfBudget: tokens, context or wall clock leave no room for it.
+            ModelError: what came back is not evidence, or nothing came.
+        """
+        params = sampling or self._sampling
+        room = self._room(len(prompt.token_ids))
         request = SampleRequest(
             id=f"{self.id}.c{self._asked}",
             session=self.id,
             prompt_token_ids=prompt.token_ids,
-            params=replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room)),
+            params=replace(params, max_tokens=min(params.max_tokens, room)),
             deadline_s=min(self._sample_deadline_s, self.left_s),
         )
         self._asked += 1
         started = time.monotonic()
         try:
             async with asyncio.timeout(request.deadline_s + ANSWER_GRACE_S):
-                result = await self._sampler.sample(request)
+                result = await sample_until(self._sampler, request, stops, self.chat.decode)
         except ModelError as error:
             if error.code == "deadline" and self.left_s <= 0:
                 raise OutOfBudget(Termination.WALL_CLOCK) from error
@@ -227,9 +262,7 @@ class Attempt:
             ) from error
         finally:
             self._seconds.model += time.monotonic() - started
-        call = self._recorder.record(
-            prompt, request, result, view=view_hash(conversation.messages, conversation.tools)
-        )
+        call = self._recorder.record(prompt, request, result, view=view)
         if call.finish_reason is FinishReason.ABORT:
             raise ModelError(
                 f"{request.id}: the engine aborted the generation.",
@@ -237,16 +270,7 @@ class Attempt:
                 code="aborted",
                 phase="sample",
             )
-        generated = len(call.generation_token_ids)
-        cut = call.finish_reason is FinishReason.LENGTH
-        message, actions = self.chat.reply(call.generation_token_ids, turn=len(self.turns), cut=cut)
-        conversation.answered(prompt, call, message)
-        if cut and (generated == room or generated < request.params.max_tokens):
-            # A budget ended it, or the engine's own context did: what is cut is not acted on.
-            self.turns.append(Turn(call_id=call.id, actions=actions, observations=()))
-            self._room(len(conversation.transcript))
-            raise OutOfBudget(Termination.CONTEXT_FULL)
-        return Reply(call=call, message=message, actions=actions)
+        return call
 
     def _room(self, occupied: int) -> int:
         """Tokens that may be asked for; raises when there are none."""
