@@ -154,6 +154,8 @@ async def replace_in_file(workspace: Workspace, path: str, old: str, new: str) -
     """
     if not old:
         return failed("old must not be empty.")
+    if old == new:
+        return failed("old and new are the same. Nothing was changed.")
     raw = await _read(workspace, path)
     if isinstance(raw, ToolResult):
         return raw
@@ -178,7 +180,18 @@ async def replace_in_file(workspace: Workspace, path: str, old: str, new: str) -
         return failed(f"No permission for {path}. Nothing was changed.")
     except OSError as error:
         return failed(f"Cannot write {path}: {error.strerror or type(error).__name__}. Nothing was changed.")
-    return ToolResult(text=f"Replaced in {path}.")
+    shown, omitted = text.model_view(
+        _lines_around(raw, before, after), workspace.task.limits.observation_bytes
+    )
+    return ToolResult(text=f"Replaced in {path}:\n{shown}", truncated_bytes=omitted)
+
+
+def _lines_around(raw: bytes, before: bytes, after: bytes) -> bytes:
+    """The whole lines that a replacement touched, as they are now."""
+    at = raw.index(before)
+    start = raw.rfind(b"\n", 0, at) + 1
+    end = raw.find(b"\n", at + len(before))
+    return raw[start:at] + after + raw[at + len(before) : len(raw) if end < 0 else end]
 
 
 async def run_tests(workspace: Workspace) -> ToolResult:

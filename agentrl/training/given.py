@@ -165,7 +165,7 @@ def _texts(suite: Sequence[Task]) -> list[str]:
             texts.append(tool_call("read_file", path=file.name))
         line = str(task.metadata.get("buggy", ""))
         texts.append(tool_call("replace_in_file", path="a.py", old=line, new=line))
-        texts.append("PASSED 3/3\nFAILED 1/3\nFAILED test_a: 3 != 4\nReplaced in a.py.")
+        texts.append(f"PASSED 3/3\nFAILED 1/3\nFAILED test_a: 3 != 4\nReplaced in a.py:\n    {line}")
     return texts
 
 

@@ -65,7 +65,7 @@ def attempt(
         (
             "replace_in_file",
             {"path": "cart.py", "old": "k = a + k", "new": "k = a - k"},
-            "Replaced in cart.py.",
+            "Replaced in cart.py:\n    k = a - k",
         ),
     ]
     if tested:

@@ -120,6 +120,11 @@ def test_a_function_that_is_no_tool_is_refused_with_its_name() -> None:
             "old occurs 0 times in cart.py, not exactly once. Nothing was changed.",
         ),
         ("replace_in_file", {"path": "cart.py", "old": "", "new": ""}, "old must not be empty."),
+        (
+            "replace_in_file",
+            {"path": "cart.py", "old": "a - b", "new": "a - b"},
+            "old and new are the same. Nothing was changed.",
+        ),
     ],
 )
 def test_a_mistake_of_the_policy_is_an_observation(task: Task, tool: str, arguments: Any, says: str) -> None:
@@ -149,7 +154,7 @@ def test_replacing_keeps_the_mode_and_the_other_bytes(tmp_path: Path) -> None:
         ("replace_in_file", {"path": "run.sh", "old": "one", "new": "two"}),
         ("bash", {"command": "stat -c %a run.sh; ./run.sh"}),
     )
-    assert seen[0].text == "Replaced in run.sh."
+    assert seen[0].text == "Replaced in run.sh:\necho é two"
     assert seen[1].text == "755\né two\n"
 
 
