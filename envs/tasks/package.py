@@ -63,7 +63,7 @@ def _error(file: Path, key: str, what: str, fix: str) -> TaskError:
 # -------------------------------------------------------------------------------------------- content hashes
 
 
-def _entries(root: Path) -> list[tuple[str, str, bytes]]:
+def entries(root: Path) -> list[tuple[str, str, bytes]]:
     """`(relative path, mode, bytes)` of every file and link below `root`, sorted. Modes are as git keeps
     them."""
     found = []
@@ -86,14 +86,14 @@ def _entries(root: Path) -> list[tuple[str, str, bytes]]:
 
 def revision_of(path: Path) -> str:
     """sha256 over relative paths, modes and bytes of a folder."""
-    return content_hash(*(part for p, m, raw in _entries(path) for part in (os.fsencode(p), m.encode(), raw)))
+    return content_hash(*(part for p, m, raw in entries(path) for part in (os.fsencode(p), m.encode(), raw)))
 
 
 def test_files(path: Path) -> dict[str, str]:
     """sha256 of each regular file under the package's `tests/`, by its path relative to there."""
     return {
         relative: hashlib.sha256(raw).hexdigest()
-        for relative, mode, raw in _entries(path / "tests")
+        for relative, mode, raw in entries(path / "tests")
         if mode != "120000"
     }
 
