@@ -50,6 +50,8 @@ class ToolFormat:
     name: str
     pieces: Callable[[str], Iterator[Piece]]
     example: str
+    written: Callable[[str, Mapping[str, Any]], str]
+    """A call (name, arguments) as a model would write it."""
 
 
 def parse(text: str, *, turn: int, tool_format: str = "hermes") -> Parsed:
@@ -225,18 +227,40 @@ def _fenced(text: str) -> Iterator[Piece]:
         yield Piece(start=match.start(), end=match.end(), body=match.group(1))
 
 
+def _json(name: str, **given: Mapping[str, Any]) -> str:
+    return json.dumps({"name": name, **given}, ensure_ascii=False)
+
+
 _JSON_EXAMPLE = '{"name": "bash", "arguments": {"command": "ls"}}'
 
 FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
         row.name: row
         for row in (
-            ToolFormat(name="hermes", pieces=_hermes, example=f"<tool_call>{_JSON_EXAMPLE}</tool_call>"),
             ToolFormat(
-                name="llama3", pieces=_llama, example='{"name": "bash", "parameters": {"command": "ls"}}'
+                name="hermes",
+                pieces=_hermes,
+                example=f"<tool_call>{_JSON_EXAMPLE}</tool_call>",
+                written=lambda name, given: f"<tool_call>\n{_json(name, arguments=given)}\n</tool_call>",
             ),
-            ToolFormat(name="mistral", pieces=_mistral, example=f"[TOOL_CALLS] [{_JSON_EXAMPLE}]"),
-            ToolFormat(name="fenced", pieces=_fenced, example=f"```json\n{_JSON_EXAMPLE}\n```"),
+            ToolFormat(
+                name="llama3",
+                pieces=_llama,
+                example='{"name": "bash", "parameters": {"command": "ls"}}',
+                written=lambda name, given: _json(name, parameters=given),
+            ),
+            ToolFormat(
+                name="mistral",
+                pieces=_mistral,
+                example=f"[TOOL_CALLS] [{_JSON_EXAMPLE}]",
+                written=lambda name, given: f"[TOOL_CALLS] [{_json(name, arguments=given)}]",
+            ),
+            ToolFormat(
+                name="fenced",
+                pieces=_fenced,
+                example=f"```json\n{_JSON_EXAMPLE}\n```",
+                written=lambda name, given: f"```json\n{_json(name, arguments=given)}\n```",
+            ),
         )
     }
 )

@@ -175,6 +175,20 @@ class Attempt:
         return self.task.limits
 
     @property
+    def model(self) -> str:
+        return self._sampler.model
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How replies are sampled unless `draw` is told otherwise."""
+        return self._sampling
+
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt and its reply may have together."""
+        return self._context
+
+    @property
     def left_s(self) -> float:
         """Seconds of the wall clock that are left; time spent in queues is not charged."""
         return self.limits.wall_s - (time.monotonic() - self._started - self._seconds.queue)

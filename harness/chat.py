@@ -88,6 +88,13 @@ class ChatFormat:
         self.renders_tool_role = self._shows(
             [_user("a"), _assistant("b", _PROBE_ACTION), _tool_message(_PROBE)]
         )
+        self.renders_tool_calls = self._shows(
+            [
+                _user("a"),
+                {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
+                _tool_message("b"),
+            ]
+        )
 
     # -------------------------------------------------------------------------------------------- to tokens
 
@@ -164,6 +171,13 @@ class ChatFormat:
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+    def encode_text(self, text: str, *, middle: bool) -> Ids:
+        """Ids of raw text in which control strings are control tokens: for callers that write the template
+        themselves. `middle`: it continues a sequence; otherwise the tokenizer's own beginning is added."""
+        if middle:
+            return tuple(self._encode(text, middle=True))
+        return tuple(self.tokenizer.encode(text))
 
     def encode_reply(self, text: str) -> Ids:
         """Ids that a demonstrator's text would have had, ended by the end-of-turn token.
@@ -359,6 +373,11 @@ def _tool_message(content: str) -> Message:
 
 
 _PROBE_ACTION = Action(id="t0000a000", tool="probe", arguments={})
+_PROBE_CALL: Mapping[str, Any] = {
+    "id": _PROBE_ACTION.id,
+    "type": "function",
+    "function": {"name": _PROBE, "arguments": "{}"},
+}
 _PROBE_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {

@@ -30,11 +30,15 @@ def initial_messages(
     """System prompt and instruction. `tools` are OpenAI function schemas."""
     system = system_prompt
     if tools and not template_renders_tools:
-        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        system = (
-            f"{system_prompt}\nTools:\n{lines}\n"
-            'Call one like this: <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
-        )
+        system = f"{system_prompt}\n{in_words(tools)}"
     if not template_renders_system:
         return ({"role": "user", "content": f"{system}\n\n{task.instruction}"},)
     return ({"role": "system", "content": system}, {"role": "user", "content": task.instruction})
+
+
+def in_words(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Tools for a system prompt, where a template does not render them."""
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return (
+        f'Tools:\n{lines}\nCall one like this: <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>'
+    )
