@@ -46,6 +46,7 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "simulated-search": "envs.builtin.simulated:SimulatedSearch",
         "sql": "envs.builtin.sql:Sql",
         "swe": "envs.builtin.swe:ENVIRONMENT",
+        "terminal": "envs.builtin.terminal:ENVIRONMENT",
         "user": "envs.builtin.simulated:User",
     }
 )
@@ -103,9 +104,9 @@ def get(reference: str) -> Environment:
     found = _by_path(plain) if ".py:" in plain else _by_name(plain)
     if not options:
         return found
-    if not isinstance(found, ToolEnvironment):
-        raise ConfigError(f"Environment {plain} takes no options.")
     given = dict(parse_qsl(options, keep_blank_values=True))
+    if isinstance(found, PackagedEnvironment):
+        return found.with_options(**given)
     return replace(found.with_options(**given), reference=f"{found.reference}?{options}")
 
 
