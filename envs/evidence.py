@@ -14,12 +14,24 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from agentrl.errors import BoundaryError, ExecUnknown, SandboxError, SandboxLost
-from agentrl.types import Evidence, EvidenceKey, ExecStatus, Fault, JsonScalar, SandboxSpec
+from agentrl.types import (
+    Evidence,
+    EvidenceKey,
+    ExecStatus,
+    Fault,
+    JsonScalar,
+    SandboxSpec,
+    from_json,
+    to_json,
+)
+from envs.sandbox.adoption import Memory, Outliving
 from envs.sandbox.contract import ExecRequest, ExecResult, FileChange, Health, Sandbox
 
 ANSWER_GRACE_S = 120.0
 """How much later than its own time limit a command may answer (queue, kill, transport) before it is given
 up."""
+HANDED_OUT = "handed_out"
+"""Key of the note that holds the first probe."""
 CONTROL_DEADLINE_S = 60.0
 """Deadline of a probe, a kill of all processes, a file operation, a diff."""
 
@@ -70,11 +82,41 @@ class Witness:
         self._after: Health | None = None
         self._probes = 0
         self._strangers = 0
-        self._execs = 0
-        self._framed = 0
+        self._execs: set[str] = set()
+        self._framed: set[str] = set()
         self._unverified_kills = 0
         self._killed_by_others = 0
         self._diff_taken = False
+
+    @classmethod
+    def resumed(
+        cls, sandbox: Sandbox, memory: Memory, *, image: str, spec: SandboxSpec, session: str
+    ) -> Witness | None:
+        """The witness of a sandbox that was handed out by a process that is no more, from what the sandbox
+        remembers; None when it was not handed out. What is not remembered stays unknown."""
+        noted = memory.notes.get(HANDED_OUT)
+        if noted is None:
+            return None
+        witness = cls(sandbox, image=image, spec=spec, session=session)
+        witness._before = witness._after = from_json(Health, noted)
+        witness._probes = 1
+        witness._strangers = int(witness._before.instance != sandbox.info.instance)
+        for exec_id, past in memory.execs.items():
+            witness._execs.add(exec_id)
+            if past is None or past.status is ExecStatus.UNKNOWN:
+                continue
+            if past.kill_verified is False:
+                witness._unverified_kills += 1
+            elif past.status is ExecStatus.KILLED and past.reason != "output_limit":
+                witness._killed_by_others += 1
+            else:
+                witness._framed.add(exec_id)
+        return witness
+
+    def hand_out(self) -> None:
+        """Have a sandbox that can outlive this process remember how it was when it was handed out."""
+        if isinstance(self.sandbox, Outliving) and self._before is not None:
+            self.sandbox.note(HANDED_OUT, to_json(self._before).decode())
 
     async def _within(self, what: str, operation: Any, deadline_s: float = CONTROL_DEADLINE_S) -> Any:
         try:
@@ -108,7 +150,7 @@ class Witness:
 
     async def exec(self, request: ExecRequest) -> ExecResult:
         """Run a command and require a framed answer. `ExecUnknown` when the outcome can not be known."""
-        self._execs += 1
+        self._execs.add(request.exec_id)
         result: ExecResult = await self._within(
             "exec", self.sandbox.exec(request), request.timeout_s + ANSWER_GRACE_S
         )
@@ -131,7 +173,7 @@ class Witness:
                 code="exec_killed",
                 phase="exec",
             )
-        self._framed += 1
+        self._framed.add(request.exec_id)
         return result
 
     async def read_file(self, path: str, *, max_bytes: int) -> bytes:
@@ -193,8 +235,8 @@ class Witness:
             self._link(
                 EvidenceKey.E4_EXECS_FRAMED,
                 self._framed == self._execs and not self._unverified_kills,
-                execs=self._execs,
-                framed=self._framed,
+                execs=len(self._execs),
+                framed=len(self._framed),
             ),
             self._link(
                 EvidenceKey.E5_NO_FOREIGN_LOSS,

@@ -10,22 +10,28 @@ log of transitions.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import posixpath
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, nearest
-from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict
+from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict, from_json, to_json
 from envs import grading, tools
 from envs.evidence import Admission, Witness, fault_of
+from envs.sandbox.adoption import Outliving
 from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange
 from envs.sandbox.images import workspace
 
 CREATE_DEADLINE_S = 120.0
+SUBMITTED = "submitted"
+_BEGUN, _DONE = "begun:", "done:"
+"""Keys of what a sandbox notes for a process after this one."""
 
 
 class State(StrEnum):
@@ -68,7 +74,7 @@ class Session:
         backend: Backend,
         *,
         session_id: str,
-        signing_key: bytes,
+        signing_key: bytes | None,
         admission: Admission | None,
         image: str,
         witness: Witness,
@@ -80,17 +86,32 @@ class Session:
         self.submitted = False
         self.verdict: Verdict | None = None
         self._backend = backend
-        self._signing_key = signing_key
+        self.signing_key = signing_key
+        """None: not known yet; then no verdict with a reward can be made, and others are not signed."""
         self._admission = admission
         self._image = image
         self._witness = witness
         self._log = log
         self._execs = 0
+        self.past_execs: frozenset[str] = frozenset()
+        """Ids of commands that a process before this one sent."""
+        self._done: dict[str, str] = {}
+        self._begun: set[str] = set()
+        """What a process before this one noted of calls, by key: the observation; that it was begun."""
+        self._steps = 0
+        self._calling: str | None = None
+        """Key of the call that is being performed; its commands are named by it."""
         self._lock = asyncio.Lock()
 
     @classmethod
     async def open(
-        cls, task: Task, backend: Backend, *, session_id: str, signing_key: bytes, admission: Admission | None
+        cls,
+        task: Task,
+        backend: Backend,
+        *,
+        session_id: str,
+        signing_key: bytes | None,
+        admission: Admission | None,
     ) -> Session:
         """Prepare the image, create the sandbox, probe it. Raises `BoundaryError`; nothing is left behind
         then."""
@@ -113,6 +134,7 @@ class Session:
         except BaseException:
             await sandbox.close()
             raise
+        witness.hand_out()
         log.append(Transition(at=time.time(), state=State.READY))
         return cls(
             task,
@@ -124,6 +146,42 @@ class Session:
             witness=witness,
             log=log,
         )
+
+    @classmethod
+    async def resume(
+        cls,
+        task: Task,
+        backend: Backend,
+        sandbox: Outliving,
+        *,
+        session_id: str,
+        admission: Admission | None,
+    ) -> Session | None:
+        """A session whose process is no more, from its sandbox; None when that was never handed out. The
+        signing key comes later (`signing_key`). Raises `BoundaryError`."""
+        memory = await sandbox.recall()
+        image = await prepare(task, backend)
+        witness = Witness.resumed(sandbox, memory, image=image, spec=task.sandbox, session=session_id)
+        if witness is None:
+            return None
+        await witness.probe("resume")
+        session = cls(
+            task,
+            backend,
+            session_id=session_id,
+            signing_key=None,
+            admission=admission,
+            image=image,
+            witness=witness,
+            log=[Transition(at=time.time(), state=State.READY, note="resumed")],
+        )
+        session.submitted = SUBMITTED in memory.notes
+        session._done = {
+            key.removeprefix(_DONE): value for key, value in memory.notes.items() if key.startswith(_DONE)
+        }
+        session._begun = {key.removeprefix(_BEGUN) for key in memory.notes if key.startswith(_BEGUN)}
+        session.past_execs = frozenset(memory.execs)
+        return session
 
     async def __aenter__(self) -> Self:
         return self
@@ -146,10 +204,28 @@ class Session:
 
     # ---------------------------------------------------------------------------------------------- actions
 
-    async def call(self, action: Action) -> Observation:
+    async def call(self, action: Action, *, key: str | None = None) -> Observation:
         """Perform one action. Raises `BoundaryError` for anything that is not the policy's; the session is
-        then over."""
+        then over.
+
+        With a `key`, a sandbox that can outlive this process remembers the call: asked again under the same
+        key in a process after this one, it gives the same observation and does nothing twice.
+        """
         async with self._lock:
+            if key is not None:
+                digest = hashlib.sha256(json.dumps([action.tool, action.arguments]).encode()).hexdigest()[:16]
+                key = f"{key}.{digest}"
+                if key in self._done:
+                    return replace(from_json(Observation, self._done[key]), action_id=action.id)
+                if key in self._begun and action.tool not in tools.REPEATABLE:
+                    raise SandboxError(
+                        f"Session {self.id}: how far '{action.tool}' came before the restart is unknown.",
+                        fix="Run the whole attempt again.",
+                        owner="gateway",
+                        code="lost_on_restart",
+                        phase=action.tool,
+                    )
+                self._note(_BEGUN + key, "")
             if self.state is not State.READY:
                 raise SandboxError(
                     f"Session {self.id} is {self.state}, not ready for an action.",
@@ -159,6 +235,7 @@ class Session:
                 )
             self._move(State.RUNNING, action.tool)
             started = time.perf_counter()
+            self._calling, self._steps = key, 0
             try:
                 result = await self._perform(action)
             except SandboxLost as error:
@@ -173,7 +250,7 @@ class Session:
             self._move(State.READY)
             elapsed = (time.perf_counter() - started) * 1000
             queued = result.queue_ms or 0.0
-            return Observation(
+            seen = Observation(
                 action_id=action.id,
                 text=result.text,
                 is_error=result.is_error,
@@ -184,6 +261,13 @@ class Session:
                 truncated_bytes=result.truncated_bytes,
                 data=result.data,
             )
+            if key is not None:
+                self._note(_DONE + key, to_json(seen).decode())
+            return seen
+
+    def _note(self, key: str, value: str) -> None:
+        if isinstance(self._witness.sandbox, Outliving):
+            self._witness.sandbox.note(key, value)
 
     async def _perform(self, action: Action) -> tools.ToolResult:
         if action.error is not None:
@@ -197,6 +281,9 @@ class Session:
     # ----------------------------------------------------------------------------------- the tools' workspace
 
     def next_exec_id(self) -> str:
+        if self._calling is not None:
+            self._steps += 1
+            return f"{self.id}.c.{self._calling}-{self._steps}"
         self._execs += 1
         return f"{self.id}-{self._execs}"
 
@@ -222,6 +309,12 @@ class Session:
 
     def submit(self) -> None:
         self.submitted = True
+        self._note(SUBMITTED, "")
+
+    def lease(self, ttl_s: float) -> None:
+        """Tell a sandbox that can outlive this process how long it may, from now."""
+        if isinstance(self._witness.sandbox, Outliving):
+            self._witness.sandbox.lease(ttl_s)
 
     # ------------------------------------------------------------------------------------------- the verdict
 
@@ -270,6 +363,7 @@ class Session:
         except BoundaryError as error:
             return self._unscored(fault_of(error))
         seen = self._witness.evidence()
+        assert self.signing_key is not None, "the caller gives the key before it asks for a verdict"
         self._move(State.VERIFYING)
         return await grading.grade(
             self.task,
@@ -279,13 +373,13 @@ class Session:
             session=self.id,
             seen=seen,
             admission=self._admission,
-            signing_key=self._signing_key,
+            signing_key=self.signing_key,
             fault=fault,
         )
 
     def _unscored(self, fault: Fault) -> Verdict:
         verdict = grading.unscored(fault, self._witness.evidence(), isolation=self._backend.isolation)
-        return grading.sign(verdict, self._signing_key)
+        return verdict if self.signing_key is None else grading.sign(verdict, self.signing_key)
 
     async def close(self) -> None:
         """End the sandbox. Idempotent; without a verdict the session counts as cancelled."""

@@ -344,6 +344,9 @@ BUILTIN: Mapping[str, Tool] = MappingProxyType(
     {f.__name__: tool_of(f) for f in (bash, read_file, replace_in_file, run_tests, submit)}
 )
 """The tools that every task may name."""
+REPEATABLE = frozenset({"bash", "read_file", "submit"})
+"""Tools that may be performed from the beginning when nobody knows how far they came: their commands have the
+same ids again, so a sandbox answers from memory, and they change nothing else."""
 
 
 def get(name: str) -> Tool:

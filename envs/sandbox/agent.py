@@ -59,6 +59,12 @@ MESSAGE_BYTES = 512 * 1024 * 1024
 KEPT_RESULT_BYTES = 16 * 1024 * 1024
 """Results kept for an asker that comes again; older commands answer `expired`, and never run again."""
 KEPT_SPOOL_BYTES = 32 * 1024 * 1024
+KEPT_NOTES = 64
+"""Notes of the host kept for a host that comes after it; the oldest goes first."""
+NOTE_BYTES = 1024 * 1024
+LEASE_SLACK_S = 60.0
+"""How long after its lease a sandbox outlives a host that is connected but no longer renews: a living host
+ends it before, and says so."""
 ROOT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8})
 """chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap: what the sandbox's own root needs."""
 BASE_ENV = {
@@ -900,6 +906,8 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._ending = False
         self._orphaned_at = time.monotonic()
+        self._lease_until: float | None = None
+        self._notes: OrderedDict[str, str] = OrderedDict()
         self._kill_all: Header | None = None
         self._spare: _Exec | None = None
         self._events = selectors.EVENT_READ
@@ -936,18 +944,28 @@ class Agent:
             self._reap()
             self._step_kill_all()
             self._keep_spare()
-            if self._connection is None and self._orphan_left() <= 0:
+            left = self._left()
+            if left is not None and left <= 0:
                 self._ending = True
         self._end_everything()
 
-    def _orphan_left(self) -> float:
-        grace = self.settings.orphan_grace_s if self._listener is not None else 0.0
-        return self._orphaned_at + grace - time.monotonic()
+    def _left(self) -> float | None:
+        """Until this sandbox ends itself; None: it does not. Without a host at the end of its lease, or, if
+        it was told of none, after a grace; with a host that renews nothing, a while after its lease."""
+        if self._connection is not None:
+            if self._lease_until is None:
+                return None
+            return self._lease_until + LEASE_SLACK_S - time.monotonic()
+        if self._listener is None:
+            return 0.0
+        until = self._orphaned_at + self.settings.orphan_grace_s
+        return (until if self._lease_until is None else self._lease_until) - time.monotonic()
 
     def _patience(self) -> float | None:
         if self._kill_all is not None:
             return 0.02
-        return max(0.0, self._orphan_left()) if self._connection is None else None
+        left = self._left()
+        return None if left is None else max(0.0, left)
 
     # -- connection
 
@@ -1086,6 +1104,14 @@ class Agent:
         if op == "shutdown":
             self._ending = True
             return {}, b""
+        if op == "lease":
+            self._lease_until = time.monotonic() + float(header["ttl_s"])
+            return {}, b""
+        if op == "note":
+            self._note(header["key"], body)
+            return {}, b""
+        if op == "recall":
+            return self._recall()
         path = header["path"]
         if "\0" in path:
             raise Refused("bad_request", "a path with a NUL byte")
@@ -1116,6 +1142,26 @@ class Agent:
             "disk_free_bytes": free,
             "processes": len(mine),
         }
+
+    def _note(self, key: str, value: bytes) -> None:
+        if len(value) > NOTE_BYTES:
+            raise Refused("too_large", f"a note of {len(value)} bytes")
+        self._notes.pop(key, None)
+        self._notes[key] = value.decode("utf-8", "backslashreplace")
+        while len(self._notes) > KEPT_NOTES:
+            # What was noted once and for all is not pushed out by what comes with every call.
+            self._notes.pop(next((k for k in self._notes if ":" in k), next(iter(self._notes))))
+
+    def _recall(self) -> tuple[Header, bytes]:
+        """Everything that a new host must know of what was done here before it came."""
+        facts = ("status", "reason", "kill_verified")
+        execs = {
+            name: None if run.header is None else {fact: run.header[fact] for fact in facts}
+            for name, run in self._execs.items()
+        }
+        body = json.dumps({"execs": execs, "notes": self._notes}).encode()
+        left = None if self._lease_until is None else self._lease_until - time.monotonic()
+        return {"lease_left_s": left}, body
 
     def _output(self, header: Header) -> tuple[Header, bytes]:
         run = self._execs.get(header["exec_id"])
@@ -1392,10 +1438,11 @@ def close_others(keep: set[int]) -> None:
     os.closerange(low, MAX_DESCRIPTORS)
 
 
-def serve(settings: Settings, connection: socket.socket) -> None:
-    """Be the agent over a connected socket, in this process, until the other side closes it."""
+def serve(settings: Settings, connection: socket.socket, listener: socket.socket | None = None) -> None:
+    """Be the agent over a connected socket, in this process, until the other side closes it; with a listener,
+    until nobody has come back through it in time."""
     harden(settings)
-    Agent(settings, connection=connection).run()
+    Agent(settings, connection=connection, listener=listener).run()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -91,10 +91,10 @@ class Channel:
         finally:
             self._pending.pop(number, None)
 
-    def post(self, header: Header) -> None:
+    def post(self, header: Header, body: bytes = b"") -> None:
         """Send a request whose answer nobody waits for. Does nothing when the sandbox is gone."""
         if self._transport is not None and self.alive:
-            for piece in frames({**header, "id": next(self._numbers)}):
+            for piece in frames({**header, "id": next(self._numbers)}, body):
                 self._transport.write(piece)
 
     def close(self) -> None:

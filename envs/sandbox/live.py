@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from agentrl.errors import ExecUnknown, SandboxError
 from agentrl.types import ExecStatus
+from envs.sandbox.adoption import Memory
 from envs.sandbox.agent import KILL_DEADLINE_S
 from envs.sandbox.channel import Channel
 from envs.sandbox.contract import (
@@ -214,6 +216,18 @@ class LiveSandbox:
 
     async def diff(self) -> tuple[FileChange, ...]:
         return await self._differ()
+
+    # -- outliving the host: see `adoption`
+
+    def lease(self, ttl_s: float) -> None:
+        self._channel.post({"op": "lease", "ttl_s": ttl_s})
+
+    def note(self, key: str, value: str) -> None:
+        self._channel.post({"op": "note", "key": key}, value.encode("utf-8", "backslashreplace"))
+
+    async def recall(self) -> Memory:
+        facts, body = await self._call({"op": "recall"}, deadline_s=self._allowance_s)
+        return Memory(**json.loads(body), lease_left_s=facts["lease_left_s"])
 
     async def close(self) -> None:
         if self._closing is None:

@@ -27,11 +27,12 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.errors import SandboxError
-from agentrl.types import JsonScalar, SandboxSpec
+from agentrl.types import JsonScalar, SandboxSpec, to_dict
 from envs.sandbox import cgroups, zygote
 from envs.sandbox import namespaces as ns
 from envs.sandbox.agent import Inbox
@@ -48,6 +49,9 @@ HOME = "/home/policy"
 OPEN_FILES = 4096
 ZYGOTE_DEADLINE_S = 20.0
 CHECK_DEADLINE_S = 20.0
+KEEPER_DEADLINE_S = 10.0
+ORPHAN_GRACE_S = 60.0
+"""A sandbox that may outlive this process, and was told of no lease, ends itself so long after it."""
 _BOOT = "import sys; sys.path.insert(0, sys.argv[3]); from envs.sandbox import zygote; sys.path.pop(0); {}"
 _ETC = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\npolicy:x:1000:1000:policy:/home/policy:/bin/bash\n"
@@ -86,7 +90,12 @@ class LocalBackend:
         self._live: set[LiveSandbox] = set()
         self._zygote: _Zygote | None = None
         self._starting = asyncio.Lock()
+        self._asking = asyncio.Lock()
+        """A keeper answers one question at a time."""
         self._swept = False
+        self._owner: str | None = None
+        self._keepers: dict[Path, _Keeper] = {}
+        """Zygotes of processes that are no more, by their folder."""
 
     @property
     def name(self) -> str:
@@ -116,7 +125,7 @@ class LocalBackend:
             with control, ours, theirs:
                 _await_readable(control, CHECK_DEADLINE_S)
                 control.recv(64)
-                request = self._request(name, spec, lower, (), group)
+                request = self._request(name, spec, lower, (), group, image="check", session="check")
                 socket.send_fds(control, [json.dumps(request).encode()], [theirs.fileno()])
                 theirs.close()
                 _await_readable(ours, CHECK_DEADLINE_S)
@@ -147,7 +156,7 @@ class LocalBackend:
         name = f"{self._id}-{next(self._numbers)}"
         try:
             async with asyncio.timeout(deadline_s):
-                sandbox = await self._start(name, spec, image, lower, binds, begun)
+                sandbox = await self._start(name, spec, image, lower, binds, begun, session)
         except TimeoutError as error:
             raise SandboxError(
                 f"Sandbox {name} was not ready within {deadline_s:g} s.",
@@ -171,14 +180,21 @@ class LocalBackend:
         lower: Path,
         binds: tuple[tuple[str, str], ...],
         begun: float,
+        session: str,
     ) -> LiveSandbox:
         zygote_ = await self._ensure_zygote()
         group = self._group(name, spec)
         descriptors: list[int] = []
         ours, theirs = socket.socketpair()
+        request = self._request(
+            name, spec, lower, binds, group, image=image, session=session, owner=self._owner
+        )
         try:
-            with theirs:
-                await zygote_.send(self._request(name, spec, lower, binds, group), theirs)
+            with contextlib.ExitStack() as given:
+                sockets = [given.enter_context(theirs)]
+                if self._owner is not None:
+                    sockets.append(given.enter_context(_listen(request["listen"])))
+                await zygote_.send(request, *sockets)
             await _readable(ours.fileno())
             started, descriptors = _receive_start(ours)
             upper, handle = descriptors
@@ -187,6 +203,23 @@ class LocalBackend:
             await self._abandon(ours, descriptors, group)
             raise
 
+        return await self._alive(ours, request, upper, handle, pid, group, begun)
+
+    async def _alive(
+        self,
+        ours: socket.socket,
+        request: zygote.Request,
+        upper: int,
+        handle: int,
+        pid: int,
+        group: cgroups.Group,
+        begun: float,
+        *,
+        keep_on_failure: bool = False,
+    ) -> LiveSandbox:
+        """The sandbox behind a connection to its agent."""
+        name, lower = request["id"], Path(request["lower"])
+
         async def end() -> None:
             self._live.discard(sandbox)
             await _kill(handle)
@@ -194,15 +227,16 @@ class LocalBackend:
             os.close(upper)
             if not group.remove(within_s=0.0):
                 await asyncio.to_thread(group.remove)
-            with contextlib.suppress(OSError):
-                os.unlink(self._log(name))
+            for path in (request["log"], request["listen"]):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
         async def post_mortem() -> dict[str, JsonScalar]:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await _readable(handle)
                 await asyncio.sleep(0.01)
-            return self._post_mortem(name, group)
+            return _post_mortem(request)
 
         async def differ() -> tuple[FileChange, ...]:
             return await asyncio.to_thread(diff_overlay, upper, lower)
@@ -214,16 +248,17 @@ class LocalBackend:
         except BaseException:
             if channel is not None:
                 channel.close()
-            await _kill(handle)
-            await self._abandon(ours, descriptors, group)
+            if not keep_on_failure:
+                await _kill(handle)
+            await self._abandon(ours, [upper, handle], group)
             raise
         info = SandboxInfo(
             id=name,
             backend=self.name,
             isolation=self.isolation,
-            image_digest=image,
+            image_digest=request["image"],
             instance=hello["instance"],
-            spec=spec,
+            spec=SandboxSpec(**request["spec"]),
             limits_enforced=tuple(dict.fromkeys((*group.limits, "pids", "disk", "network"))),
             ready_ms=(time.monotonic() - begun) * 1000,
         )
@@ -239,8 +274,61 @@ class LocalBackend:
             os.close(fd)
         await asyncio.to_thread(group.remove)
 
+    # -- outliving this process: see `adoption.Adopting`
+
+    def outlive(self, owner: str) -> None:
+        self._owner = owner
+
+    async def adopt(self, session: str) -> LiveSandbox | None:
+        found = await self._take(session)
+        if found is None:
+            return None
+        ours, request, upper, handle = found
+        group = cgroups.Group(
+            folders=tuple(request["cgroup_folders"]),
+            limits=tuple(request["cgroup_limits"]),
+            oom_file=request["oom_file"],
+        )
+        pid, now = int(request["pid"]), time.monotonic()
+        return await self._alive(ours, request, upper, handle, pid, group, now, keep_on_failure=True)
+
+    async def _take(self, session: str) -> tuple[socket.socket, zygote.Request, int, int] | None:
+        async with self._asking:
+            for keeper in await self._kept():
+                for name in keeper.names(session):
+                    taken = await asyncio.to_thread(keeper.take, name)
+                    if taken is None:
+                        continue
+                    request, upper, handle = taken
+                    try:
+                        return _dial(request["listen"]), request, upper, handle
+                    except OSError:  # Its agent has just ended it.
+                        os.close(upper)
+                        os.close(handle)
+        return None
+
+    async def forget(self) -> int:
+        ended = 0
+        async with self._asking:
+            for keeper in await self._kept():
+                ended += await asyncio.to_thread(keeper.end_rest)
+        return ended
+
+    async def _kept(self) -> list[_Keeper]:
+        """The zygotes that outlived their hosts and hold sandboxes of our owner."""
+        with contextlib.suppress(OSError):
+            for folder in await asyncio.to_thread(lambda: list((self._state / "run").iterdir())):
+                if self._owner is not None and folder != self._folder and folder not in self._keepers:
+                    keeper = await asyncio.to_thread(_Keeper.connect, folder, self._owner)
+                    if keeper is not None:
+                        self._keepers[folder] = keeper
+        return list(self._keepers.values())
+
     async def close(self) -> None:
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)))
+        for keeper in self._keepers.values():
+            keeper.close()
+        self._keepers.clear()
         if self._zygote is not None:
             await self._zygote.close()
             self._zygote = None
@@ -324,11 +412,20 @@ class LocalBackend:
         lower: Path,
         binds: tuple[tuple[str, str], ...],
         group: cgroups.Group,
+        *,
+        image: str,
+        session: str,
+        owner: str | None = None,
     ) -> zygote.Request:
         path = f"{zygote.TOOLS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         one_user = self._uid_base is None
         return {
             "id": name,
+            "owner": owner,
+            "session": session,
+            "image": image,
+            "spec": to_dict(spec),
+            "listen": str(self._folder / f"{name}.sock"),
             "folder": str(self._folder),
             "log": str(self._log(name)),
             "lower": str(lower),
@@ -342,6 +439,7 @@ class LocalBackend:
             "hidden": _site_packages(self._python),
             "cgroup_procs": group.procs,
             "cgroup_folders": group.folders,
+            "cgroup_limits": group.limits,
             "oom_file": group.oom_file,
             "settings": {
                 "workdir": spec.workdir,
@@ -356,24 +454,112 @@ class LocalBackend:
                     # With one user the agent and its supervisors count too.
                     "NPROC": spec.pids + (8 if one_user else 0),
                 },
+                "orphan_grace_s": ORPHAN_GRACE_S,
             },
         }
 
-    def _post_mortem(self, name: str, group: cgroups.Group) -> dict[str, JsonScalar]:
-        evidence: dict[str, JsonScalar] = {}
+
+def _post_mortem(request: zygote.Request) -> dict[str, JsonScalar]:
+    """What the zygote, the agent's own log and the kernel say of a sandbox that ended."""
+    evidence: dict[str, JsonScalar] = {}
+    with contextlib.suppress(OSError):
+        for line in Path(request["folder"], "exits").read_text().splitlines():
+            which, _, code = line.partition(" ")
+            if which == request["id"]:
+                evidence["exit"] = int(code)
+    with contextlib.suppress(OSError):
+        evidence["log"] = Path(request["log"]).read_text("utf-8", "backslashreplace")[-4096:]
+    if request["oom_file"] is not None:
         with contextlib.suppress(OSError):
-            for line in (self._folder / "exits").read_text().splitlines():
-                which, _, code = line.partition(" ")
-                if which == name:
-                    evidence["exit"] = int(code)
-        with contextlib.suppress(OSError):
-            evidence["log"] = self._log(name).read_text("utf-8", "backslashreplace")[-4096:]
-        if group.oom_file is not None:
-            with contextlib.suppress(OSError):
-                for line in Path(group.oom_file).read_text().splitlines():
-                    if line.startswith("oom_kill "):
-                        evidence["oom_kills"] = int(line.split()[1])
-        return evidence
+            for line in Path(request["oom_file"]).read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    evidence["oom_kills"] = int(line.split()[1])
+    return evidence
+
+
+class _Keeper:
+    """A zygote whose host is no more, and what it keeps for its owner's successor. Its answers take a
+    moment: call from a thread."""
+
+    def __init__(self, connection: socket.socket, rows: list[tuple[str, str]]) -> None:
+        self._connection = connection
+        self._left = dict(rows)
+        """Not adopted: name to session."""
+
+    @classmethod
+    def connect(cls, folder: Path, owner: str) -> _Keeper | None:
+        """None when no zygote answers there, or it keeps nothing of this owner."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(KEEPER_DEADLINE_S)
+        keeper = cls(connection, [])
+        try:
+            with _short(str(folder / zygote.KEEPER)) as path:
+                connection.connect(path)
+            keeper._left = dict(keeper._ask({"list": owner}) or ())
+        except OSError:
+            pass
+        if not keeper._left:
+            connection.close()
+            return None
+        return keeper
+
+    def names(self, session: str) -> list[str]:
+        """The newest first."""
+        return [name for name, of in reversed(self._left.items()) if of == session]
+
+    def _ask(self, wish: dict[str, Any]) -> Any:
+        self._connection.sendall(json.dumps(wish).encode())
+        return json.loads(self._connection.recv(zygote.MAX_REQUEST) or b"null")
+
+    def take(self, name: str) -> tuple[zygote.Request, int, int] | None:
+        """What it was asked to be, its upper directory, its pidfd; None when it has ended. It counts as
+        adopted."""
+        self._left.pop(name)
+        self._connection.sendall(json.dumps({"take": name}).encode())
+        data, descriptors, _, _ = socket.recv_fds(self._connection, zygote.MAX_REQUEST, 2)
+        request = json.loads(data or b"null")
+        return None if request is None else (request, descriptors[0], descriptors[1])
+
+    def end_rest(self) -> int:
+        rest, self._left = list(self._left), {}
+        ended = 0
+        with contextlib.suppress(OSError):  # It has ended itself, and all that it kept.
+            for name in rest:
+                ended += bool(self._ask({"end": name}))
+        return ended
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@contextlib.contextmanager
+def _short(path: str) -> Iterator[str]:
+    """A name of this socket that fits: paths of sockets are short, so its folder is named by a descriptor."""
+    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)
+
+
+def _listen(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _short(path) as short:
+        listener.bind(short)
+    listener.listen(8)
+    return listener
+
+
+def _dial(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        with _short(path) as short:
+            connection.connect(short)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 class _Zygote:
@@ -404,7 +590,7 @@ class _Zygote:
             phase="start",
         )
 
-    async def send(self, request: zygote.Request, connection: socket.socket) -> None:
+    async def send(self, request: zygote.Request, *sockets: socket.socket) -> None:
         data = json.dumps(request).encode()
         if len(data) > zygote.MAX_REQUEST:
             raise SandboxError(
@@ -414,7 +600,7 @@ class _Zygote:
                 phase="create",
                 retryable=False,
             )
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [connection.fileno()]))]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [s.fileno() for s in sockets]))]
         while True:
             try:
                 self._control.sendmsg([data], rights)
@@ -430,6 +616,8 @@ class _Zygote:
                 ) from error
 
     async def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._control.send(zygote.END)
         self._control.close()
         for patience_s in (5.0, 1.0):
             until = time.monotonic() + patience_s

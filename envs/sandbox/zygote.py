@@ -14,7 +14,9 @@ namespace comes first (one id mapped), mounts are made in it, then a second one 
 over them.
 
 When the host ends (its socket closes), all sandboxes are killed and what they left in cgroups and folders
-is removed. Standard library only; this module must stay importable in a few milliseconds.
+is removed. Unless sandboxes were made with an `owner` (see `adoption`): then the zygote stays until the last
+of them ended by itself, keeps their descriptors, and hands them to a successor of that name who asks at the
+socket `keeper`. Standard library only; this module must stay importable in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ import fcntl
 import gc
 import json
 import os
+import resource
 import select
 import shutil
 import signal
 import socket
 import sys
 import time
+from collections import deque
 from typing import Any
 
 from envs.sandbox import agent
@@ -41,6 +45,13 @@ POLICY_ID = 1000
 IDS = 65536
 """How many ids a sandbox has in the root situation."""
 READY = b"zygote"
+KEEPER = "keeper"
+"""Name of the socket in the backend's folder at which a successor asks for sandboxes."""
+OUTLIVED_S = 3700.0
+"""Longest that a zygote leaves a sandbox alone without any host: more than the longest lease. Its agent has
+ended it long before."""
+END = b'{"end": true}'
+"""The host's word that it stops and wants nothing kept."""
 MAX_REQUEST = 192 * 1024
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -63,15 +74,18 @@ class _Phase:
 # --------------------------------------------------------------------------------------------------- launcher
 
 
-def launch(request: Request, connection: socket.socket, births: int) -> int:
+def launch(
+    request: Request, connection: socket.socket, births: socket.socket, listener: socket.socket | None
+) -> int:
     """In the forked launcher: build the sandbox, leave the agent running in it, answer on `connection`.
     Returns the launcher's exit code."""
     phase = _Phase()
     child = 0
     try:
-        child, upper = _build(request, connection, phase)
+        child, upper = _build(request, connection, phase, listener)
         handle = os.pidfd_open(child)
-        os.write(births, f"{child} {request['id']}\n".encode())
+        kept = [] if listener is None else [upper, handle]
+        socket.send_fds(births, [f"{child} {request['id']}".encode()], kept)
         message = agent.frames({"id": 0, "event": "started", "pid": child})[0]
         socket.send_fds(connection, [message], [upper, handle])
     except BaseException as error:  # Whatever it is, the host must hear of it.
@@ -87,7 +101,9 @@ def launch(request: Request, connection: socket.socket, births: int) -> int:
     return 0
 
 
-def _build(request: Request, connection: socket.socket, phase: _Phase) -> tuple[int, int]:
+def _build(
+    request: Request, connection: socket.socket, phase: _Phase, listener: socket.socket | None
+) -> tuple[int, int]:
     base: int | None = request["uid_base"]
     phase.name = "cgroup"
     joining = _join_cgroups(request["cgroup_procs"])
@@ -121,7 +137,7 @@ def _build(request: Request, connection: socket.socket, phase: _Phase) -> tuple[
     theirs.settimeout(_SETUP_DEADLINE_S)
     child = os.fork()
     if child == 0:
-        _inside(request, connection, theirs, root, oom)
+        _inside(request, connection, theirs, root, oom, listener)
     theirs.close()
     while True:
         word = json.loads(ours.recv(65536) or b'{"failed": "the first process ended", "phase": "fork"}')
@@ -245,7 +261,12 @@ def _mounts(request: Request, base: int | None) -> tuple[str, int]:
 
 
 def _inside(
-    request: Request, connection: socket.socket, sync: socket.socket, root: str, oom: int | None
+    request: Request,
+    connection: socket.socket,
+    sync: socket.socket,
+    root: str,
+    oom: int | None,
+    listener: socket.socket | None,
 ) -> None:
     """PID 1 of the sandbox, up to the agent's loop. Never returns."""
     phase = "proc"
@@ -275,10 +296,12 @@ def _inside(
         os.umask(0o022)
         settings = agent.Settings(**request["settings"], oom_fd=oom)
         keep = {0, 1, 2, connection.fileno(), sync.fileno()}
-        agent.close_others(keep if oom is None else keep | {oom})
+        keep |= set() if oom is None else {oom}
+        keep |= set() if listener is None else {listener.fileno()}
+        agent.close_others(keep)
         sync.sendall(b'{"phase": "up"}')
         sync.close()
-        agent.serve(settings, connection)
+        agent.serve(settings, connection, listener)
     except BaseException as error:
         word: dict[str, Any] = {"failed": str(error), "phase": phase}
         if isinstance(error, OSError):
@@ -302,8 +325,17 @@ class _Zygote:
         self._alive: dict[int, str] = {}
         self._launchers: dict[int, str] = {}
         self._requests: dict[str, Request] = {}
-        self._births, self._births_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._kept: dict[str, list[int]] = {}
+        """By id: the upper directory and the pidfd of a sandbox that may outlive the host."""
+        self._keeper: socket.socket | None = None
+        self._hosts: dict[int, socket.socket] = {control.fileno(): control}
+        self._left_behind: deque[Request] = deque(maxlen=4096)
+        """Ended sandboxes whose remains are the host's to remove, unless it has ended too."""
+        self._alone_since = 0.0
+        self._births, self._births_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._births.setblocking(False)
         self._exits = os.open(state + "/exits", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._poller = select.poll()
 
     def run(self) -> None:
         wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -317,27 +349,47 @@ class _Zygote:
         gc.collect()
         gc.freeze()
         self._control.sendall(READY)
-        poller = select.poll()
-        for fd in (wake, self._control.fileno(), self._births):
-            poller.register(fd, select.POLLIN)
-        # A signal of death may come from a thread of the host that ended; the host itself is its process.
-        while os.getppid() == self._parent:
-            for fd, _ in poller.poll(10_000):
+        for fd in (wake, self._control.fileno(), self._births.fileno()):
+            self._poller.register(fd, select.POLLIN)
+        while self._wanted():
+            for fd, _ in self._poller.poll(10_000):
                 if fd == wake:
                     agent.drain(wake)
-                elif fd == self._births:
+                elif fd == self._births.fileno():
                     self._note_births()
-                elif not self._take_request():
-                    self._end()
-                    return
+                elif fd == self._control.fileno():
+                    if not self._take_request():
+                        self._end()
+                        return
+                elif self._keeper is not None and fd == self._keeper.fileno():
+                    self._welcome()
+                else:
+                    self._answer(fd)
             self._reap()
         self._end()
 
+    def _wanted(self) -> bool:
+        """A signal of death may come from a thread of the host that ended; the host itself is its process."""
+        if self._keeper is None:
+            return os.getppid() == self._parent
+        if self._hosts:
+            return True
+        return bool(self._requests) and time.monotonic() - self._alone_since < OUTLIVED_S
+
     def _take_request(self) -> bool:
+        """False when nothing is to stay."""
         data, fds, _, _ = socket.recv_fds(self._control, MAX_REQUEST, 4)
         if not data:
+            if self._keeper is None:
+                return False
+            self._leave(self._control.fileno())
+            return True
+        if data == END:
             return False
         request = json.loads(data)
+        if request["owner"] is not None and self._keeper is None:
+            self._open_keeper()
+        listener = socket.socket(fileno=fds[1]) if len(fds) > 1 else None
         with socket.socket(fileno=fds[0]) as connection:
             self._requests[request["id"]] = request
             pid = os.fork()
@@ -346,17 +398,22 @@ class _Zygote:
                 try:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                    code = launch(request, connection, self._births_end)
+                    code = launch(request, connection, self._births_end, listener)
                 finally:
                     os._exit(code)
             self._launchers[pid] = request["id"]
+        if listener is not None:
+            listener.close()
         return True
 
     def _note_births(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            for line in os.read(self._births, 65536).decode().splitlines():
-                pid, name = line.split()
+            while True:
+                line, fds, _, _ = socket.recv_fds(self._births, 4096, 2)
+                pid, name = line.decode().split()
                 self._alive[int(pid)] = name
+                if fds:
+                    self._kept[name] = fds
 
     def _reap(self) -> bool:
         """Collect the dead; True when no child is left."""
@@ -374,13 +431,83 @@ class _Zygote:
                 self._requests.pop(launched, None)
             name = self._alive.pop(pid, None)
             if name is not None:
-                self._requests.pop(name, None)
+                request = self._requests.pop(name, None)
+                for fd in self._kept.pop(name, ()):
+                    os.close(fd)
+                if request is not None:
+                    self._left_behind.append(request)
+                    if not self._hosts:
+                        self._tidy()
                 if os.fstat(self._exits).st_size > 1 << 20:
                     os.ftruncate(self._exits, 0)
                 os.write(self._exits, f"{name} {os.waitstatus_to_exitcode(status)}\n".encode())
 
+    # -- hosts that come after the first
+
+    def _open_keeper(self) -> None:
+        keeper = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        folder = os.open(self._state, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        keeper.bind(f"/proc/self/fd/{folder}/{KEEPER}")  # Paths of sockets are short.
+        os.close(folder)
+        keeper.listen(8)
+        keeper.setblocking(False)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        most = agent.MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, agent.MAX_DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        self._keeper = keeper
+        self._poller.register(keeper, select.POLLIN)
+
+    def _welcome(self) -> None:
+        assert self._keeper is not None
+        with contextlib.suppress(OSError):
+            host, _ = self._keeper.accept()
+            host.settimeout(5.0)
+            self._hosts[host.fileno()] = host
+            self._poller.register(host, select.POLLIN)
+
+    def _leave(self, fd: int) -> None:
+        self._poller.unregister(fd)
+        host = self._hosts.pop(fd)
+        if host is not self._control:
+            host.close()
+        if not self._hosts:
+            self._alone_since = time.monotonic()
+            self._tidy()
+
+    def _answer(self, fd: int) -> None:
+        """A successor's wish: which sandboxes there are, one of them, or the end of one."""
+        host = self._hosts[fd]
+        try:
+            data = host.recv(MAX_REQUEST)
+            if not data:
+                self._leave(fd)
+                return
+            wish = json.loads(data)
+            if "list" in wish:
+                rows = [
+                    [name, request["session"]]
+                    for name, request in self._requests.items()
+                    if request["owner"] == wish["list"] and name in self._kept
+                ]
+                host.sendall(json.dumps(rows).encode())
+                return
+            name = wish.get("take") or wish["end"]
+            kept = self._kept.get(name)
+            if kept is None:
+                host.sendall(b"null")
+            elif "take" in wish:
+                pid = next(pid for pid, alive in self._alive.items() if alive == name)
+                answer = {**self._requests[name], "pid": pid}
+                socket.send_fds(host, [json.dumps(answer).encode()], kept)
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(kept[1], signal.SIGKILL)
+                host.sendall(b"true")
+        except (OSError, ValueError, KeyError):
+            self._leave(fd)
+
     def _end(self) -> None:
-        """The host is gone: nothing of its sandboxes may stay."""
+        """Nobody wants them any more: nothing of the sandboxes may stay."""
         until = time.monotonic() + 10.0
         left = dict(self._requests)
         while not self._reap() and time.monotonic() < until:
@@ -388,11 +515,26 @@ class _Zygote:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)
-        for request in left.values():
-            for folder in request["cgroup_folders"]:
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder)
+        self._left_behind.extend(left.values())
+        self._tidy()
         shutil.rmtree(self._state, ignore_errors=True)
+
+    def _tidy(self) -> None:
+        """Remove what sandboxes have left whose host is no more."""
+        while self._left_behind:
+            request = self._left_behind.popleft()
+            for folder in request["cgroup_folders"]:
+                for _ in range(100):
+                    try:
+                        os.rmdir(folder)
+                        break
+                    except FileNotFoundError:
+                        break
+                    except OSError:  # The kernel may hold it a moment longer.
+                        time.sleep(0.001)
+            for path in (request["log"], request["listen"]):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
 
 def main(control: int, state: str) -> None:

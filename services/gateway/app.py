@@ -235,7 +235,7 @@ def _sessions(gateway: Gateway) -> APIRouter:
     Who = Annotated[Caller, Depends(caller)]
 
     async def live(session_id: Name, who: Who, x_lease_epoch: Epoch = None) -> Live:
-        return await gateway.get(who.tenant, session_id, lease_epoch=x_lease_epoch)
+        return await gateway.get(who.tenant, session_id, token=who.token, lease_epoch=x_lease_epoch)
 
     Session = Annotated[Live, Depends(live)]
 

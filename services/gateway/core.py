@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, StoreError, nearest
 from agentrl.store import SessionMove, SessionRow, Store, TenantRow
@@ -41,6 +41,7 @@ from agentrl.types import (
 from envs import grading
 from envs.admission import admit
 from envs.evidence import Admission, fault_of
+from envs.sandbox.adoption import Adopting
 from envs.sandbox.contract import Backend, ExecResult, FileChange, Isolation, Mount, Sandbox
 from envs.session import Session
 from harness.gateway import wire
@@ -60,6 +61,7 @@ ADMIT_DEADLINE_S = 3600.0
 ONCE_DEADLINE_S = 120.0
 """A file operation or a diff, waiting for the command before it included."""
 GROUP_REMEMBERED_S = 6 * 3600.0
+ADOPTIONS_AT_ONCE = 16
 MAX_PENDING = 16
 """Operations of one session that may wait for each other."""
 KEPT_RESULTS = 32
@@ -96,15 +98,6 @@ class Settings:
     reap_every_s: float = 1.0
 
 
-@runtime_checkable
-class Adopting(Protocol):
-    """A backend whose sandboxes outlive the gateway may implement this beside `Backend`."""
-
-    async def adopt(self, session: str) -> Sandbox | None:
-        """The live sandbox of a session of an earlier epoch; None when it is gone."""
-        ...
-
-
 @dataclass(slots=True)
 class Operation:
     """Something asked for under a key. `task` None: its result is forgotten."""
@@ -122,13 +115,16 @@ class Live:
     request: wire.OpenRequest
     body_hash: str
     task: Task
-    signing_key: bytes
+    signing_key: bytes | None
+    """None after a restart, until its tenant asks for something: it is made from the token."""
     created_at: float
     queue_until: float
     claim: Claim
     lease_ttl_s: float
     lease_until: float
     lease_epoch: int = 1
+    lease_told: float = float("-inf")
+    """Until when the sandbox itself believes that it is held."""
     state: State = State.QUEUED
     seq: int = 0
     session: Session | None = None
@@ -237,18 +233,118 @@ class Gateway:
     # --------------------------------------------------------------------------------------------- lifecycle
 
     async def start(self) -> None:
-        """Begin a new epoch and end what the last one left: without its sandbox, a session is lost."""
+        """Begin a new epoch: adopt what the last one left alive, queue again what had no sandbox yet, and
+        end the rest."""
         self.epoch = await asyncio.to_thread(self._store.begin_gateway, self.settings.name)
         self._journal = Journal(self._store, gateway=self.settings.name, epoch=self.epoch)
         await self._load_tenants()
-        for row in await asyncio.to_thread(self._store.unended_sessions, self.settings.name):
-            await self._recover(row)
+        if isinstance(self.backend, Adopting):
+            self.backend.outlive(self._owner())
+        rows = await asyncio.to_thread(self._store.unended_sessions, self.settings.name)
+        limit = asyncio.Semaphore(ADOPTIONS_AT_ONCE)
+
+        async def recover(row: SessionRow) -> None:
+            async with limit:
+                await self._recover(row)
+
+        await asyncio.gather(*(recover(row) for row in rows))
+        if isinstance(self.backend, Adopting):
+            await self.backend.forget()
         await self._journal.flushed()
         self._reaper = asyncio.create_task(self._reap())
 
+    def _owner(self) -> str:
+        """Whose sandboxes they are: this gateway's, whichever process it is."""
+        store = hashlib.sha256(self._store.url.encode()).hexdigest()[:12]
+        return f"{self.settings.name}@{store}"
+
     async def _recover(self, row: SessionRow) -> None:
-        """Adoption would begin here, for an `Adopting` backend; local sandboxes die with the gateway."""
-        fault = Fault(
+        """One session of an earlier epoch."""
+        seq = len(await asyncio.to_thread(self._store.session_log, row.id))
+        request = wire.OpenRequest.model_validate_json(row.body)
+        task = self.tasks.get(row.task_id)
+        was = State(row.state)
+        if task is None or task.revision != row.task_revision or row.tenant not in self._tenant_names():
+            self._bury(row, seq, "its task or its tenant is no longer here")
+            return
+        live = self._relive(row, seq, request, task)
+        if was in (State.QUEUED, State.ADMITTED, State.PROVISIONING):
+            if was is not State.QUEUED:
+                self._move(live, State.QUEUED, note=f"restart: was {was} in epoch {row.epoch}")
+            else:
+                self.metrics.moved(None, State.QUEUED)
+            self._enqueue(live)
+            live.driver = asyncio.create_task(self._drive(live))
+            live.driver.add_done_callback(_retrieved)
+            return
+        self.slots.seize(live.claim)
+        if was is not State.LOST:
+            self._move(live, State.LOST, note=f"restart: was {was} in epoch {row.epoch}")
+        try:
+            live.session = await self._adopted(live)
+        except (BoundaryError, OSError) as error:
+            log.error("session %s could not be adopted: %s", live.id, error)
+        if live.session is None:
+            await self._end(live, State.FAILED, self._not_outlived(row))
+            return
+        self._move(live, State.READY, note="adopted")
+        self.metrics.adopted()
+        self._tell_lease(live)
+
+    async def _adopted(self, live: Live) -> Session | None:
+        if not isinstance(self.backend, Adopting):
+            return None
+        sandbox = await self.backend.adopt(live.id)
+        if sandbox is None:
+            return None
+        try:
+            session = await Session.resume(
+                live.task,
+                _Observed(self.backend, live.id, lambda: self._verifying(live)),
+                sandbox,
+                session_id=live.id,
+                admission=await self._stored_admission(live.task),
+            )
+        except BaseException:
+            await sandbox.close()
+            raise
+        if session is None:
+            await sandbox.close()
+        return session
+
+    def _tenant_names(self) -> set[str]:
+        return {tenant.name for tenant in self._tenants.values()}
+
+    def _relive(self, row: SessionRow, seq: int, request: wire.OpenRequest, task: Task) -> Live:
+        """A session of an earlier epoch in memory again. Its lease begins anew: for the time without a
+        gateway its holder is not to blame."""
+        if request.limits is not None:
+            task = replace(task, limits=request.limits)
+        now = self._clock()
+        claim = self.slots.claim(row.tenant, slots=1, memory_mib=task.sandbox.memory_mib)
+        live = Live(
+            id=row.id,
+            tenant=row.tenant,
+            request=request,
+            body_hash=row.body_hash,
+            task=task,
+            signing_key=None,
+            created_at=row.created_at,
+            queue_until=max(row.created_at + request.queue_timeout_s, now + 1.0),
+            claim=claim,
+            lease_ttl_s=request.lease_ttl_s,
+            lease_until=now + request.lease_ttl_s,
+            lease_epoch=row.lease_epoch,
+            state=State(row.state),
+            seq=seq - 1,
+        )
+        self._live[live.id] = self._by_key[row.tenant, request.client_key] = live
+        if request.group_id is not None and live.state is not State.QUEUED:
+            self._gathered[row.tenant, request.group_id] = time.monotonic()
+        return live
+
+    def _not_outlived(self, row: SessionRow) -> Fault:
+        return Fault(
             owner="environment",
             code="lost_on_restart",
             phase="restart",
@@ -257,8 +353,11 @@ class Gateway:
             f" did not outlive it (it was {row.state}).",
             evidence={"was": row.state, "epoch": row.epoch},
         )
+
+    def _bury(self, row: SessionRow, seq: int, why: str) -> None:
+        """End a session that can not even live in memory."""
+        fault = replace(self._not_outlived(row), message=f"The gateway was started again: {why}.")
         verdict = grading.unscored(fault, (), isolation=self.backend.isolation)
-        seq = len(await asyncio.to_thread(self._store.session_log, row.id))
         self._written().move(
             SessionMove(
                 session_id=row.id,
@@ -368,10 +467,16 @@ class Gateway:
             made.add_done_callback(_retrieved)
         return await asyncio.shield(made)
 
-    async def _admit(self, tenant: str, task: Task) -> Admission:
+    async def _stored_admission(self, task: Task) -> Admission | None:
         row = await asyncio.to_thread(self._store.admission, task.id, task.revision)
         if row is not None and row.facts.get("backend") == self.backend.name:
             return from_dict(Admission, dict(row.facts))
+        return None
+
+    async def _admit(self, tenant: str, task: Task) -> Admission:
+        stored = await self._stored_admission(task)
+        if stored is not None:
+            return stored
         if self.settings.admission == "stored":
             raise SandboxError(
                 f"Task {task.id} was never validated on {self.backend.name}.",
@@ -558,6 +663,7 @@ class Gateway:
                 self.creates.leave(took_s=took)
             self._breaker(None)
             self._move(live, State.READY)
+            self._tell_lease(live)
         except BoundaryError as error:
             self._breaker(error)
             self._begin_end(live, State.FAILED, fault_of(error))
@@ -614,7 +720,14 @@ class Gateway:
 
     # ------------------------------------------------------------------------------------------------ looking
 
-    async def get(self, tenant: TenantRow, session_id: str, *, lease_epoch: int | None = None) -> Live:
+    async def get(
+        self,
+        tenant: TenantRow,
+        session_id: str,
+        *,
+        token: str | None = None,
+        lease_epoch: int | None = None,
+    ) -> Live:
         """A session of the tenant, its lease renewed. Raises `Refused`: 404, or 409 for a stale holder."""
         live = self._live.get(session_id)
         if live is None or live.tenant != tenant.name:
@@ -632,6 +745,10 @@ class Gateway:
                 )
             return self._remembered(row)
         self._hold(live, lease_epoch)
+        if live.signing_key is None and token is not None:
+            live.signing_key = wire.signing_key(token)
+        if live.session is not None and live.session.signing_key is None:
+            live.session.signing_key = live.signing_key
         if live.ended and live.ending is not None:  # an end is told when it is durable
             await asyncio.shield(live.ending)
         return live
@@ -645,6 +762,13 @@ class Gateway:
                 fix="Someone took it over; leave it to them, or lease it with a higher epoch.",
             )
         live.lease_until = max(live.lease_until, self._clock() + live.lease_ttl_s)
+        self._tell_lease(live)
+
+    def _tell_lease(self, live: Live) -> None:
+        """The sandbox itself must know until when it is held, should this process end; to a tenth."""
+        if live.session is not None and abs(live.lease_until - live.lease_told) > live.lease_ttl_s / 10:
+            live.session.lease(max(0.1, live.lease_until - self._clock()))
+            live.lease_told = live.lease_until
 
     def _remembered(self, row: SessionRow) -> Live:
         """An ended session from the store. What was ended by a restart is signed when its tenant asks."""
@@ -665,7 +789,7 @@ class Gateway:
             request=request,
             body_hash=row.body_hash,
             task=task,
-            signing_key=b"",
+            signing_key=None,
             created_at=row.created_at,
             queue_until=row.created_at,
             claim=claim,
@@ -683,6 +807,7 @@ class Gateway:
         live.lease_epoch = request.epoch
         live.lease_ttl_s = request.ttl_s
         live.lease_until = self._clock() + request.ttl_s
+        self._tell_lease(live)
 
     def _alive(self, live: Live) -> None:
         if live.ended or live.ending is not None:
@@ -742,8 +867,10 @@ class Gateway:
     async def call(self, live: Live, action: Action, *, call_id: str, wait_s: float) -> Observation | None:
         """A typed tool call; None: not done yet, ask again. Raises `Refused`, `Over` or `BoundaryError`."""
 
+        outliving = isinstance(self.backend, Adopting)
+
         async def work(session: Session, queue_ms: float) -> Observation:
-            seen = await session.call(action)
+            seen = await session.call(action, key=call_id if outliving else None)
             return replace(seen, queue_ms=(seen.queue_ms or 0.0) + queue_ms)
 
         what = action.tool if action.tool in live.task.tools else "unknown_tool"
@@ -769,6 +896,9 @@ class Gateway:
     async def exec_again(self, live: Live, exec_id: str, *, wait_s: float) -> wire.ExecView | None:
         """The result of a command that was sent before."""
         known = live.operations.get(("exec", exec_id))
+        if known is None and live.session is not None and f"{live.id}.x.{exec_id}" in live.session.past_execs:
+            again = wire.ExecBody(exec_id=exec_id, argv=("true",), timeout_s=wire.MAX_EXEC_S)
+            return await self.exec(live, again, wait_s=wait_s)  # the sandbox knows it, and answers as then
         if known is None:
             raise Refused(
                 404,
@@ -1067,7 +1197,7 @@ class Gateway:
             except (BoundaryError, TimeoutError) as error:
                 log.error("session %s: no evidence of its end: %s", live.id, error)
         bare = grading.unscored(fault, (), isolation=self.backend.isolation)
-        return grading.sign(bare, live.signing_key)
+        return bare if live.signing_key is None else grading.sign(bare, live.signing_key)
 
     async def _close(self, live: Live) -> None:
         """The sandbox goes, then its slot is free. The terminal record does not wait for it."""

@@ -22,6 +22,11 @@ class Metrics:
             ["state", "owner", "code"],
             registry=self.registry,
         )
+        self._adopted = Counter(
+            "agentrl_sessions_adopted",
+            "Sessions of an earlier epoch that went on after a restart.",
+            registry=self.registry,
+        )
         self._queue = Histogram(
             "agentrl_queue_seconds", "Waiting for a slot.", buckets=_SECONDS, registry=self.registry
         )
@@ -50,6 +55,9 @@ class Metrics:
     def ended(self, state: State, fault: Fault | None) -> None:
         owner, code = ("", "") if fault is None else (fault.owner, fault.code)
         self._ended.labels(state=str(state), owner=owner, code=code).inc()
+
+    def adopted(self) -> None:
+        self._adopted.inc()
 
     def queued(self, seconds: float) -> None:
         self._queue.observe(seconds)

@@ -86,6 +86,11 @@ class Ration:
         tenant.units.append(list(unit))
         self._share_out()
 
+    def seize(self, claim: Claim) -> None:
+        """Grant it now, whatever there is left: its holder lives already. Nobody else is granted anything
+        until there is room again."""
+        self._grant(self._tenants[claim.tenant], claim)
+
     def release(self, claim: Claim) -> None:
         """Give back what was granted, or stop waiting. Idempotent."""
         if claim.released:

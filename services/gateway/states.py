@@ -3,7 +3,8 @@
     queued → admitted → provisioning → ready ⇄ running → finalizing → verifying
     → done | failed | expired | cancelled
 
-and `lost`: the sandbox does not answer. Anything may end early; nothing follows an end.
+and `lost`: the sandbox does not answer. Anything may end early; nothing follows an end. A restart of the
+gateway puts what had no sandbox yet back into the queue, and what had one through `lost` to ready again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class State(StrEnum):
     RUNNING = "running"
     """An action is being performed."""
     LOST = "lost"
-    """The sandbox is gone or unreachable."""
+    """The sandbox is gone or unreachable; after a restart of the gateway, until it is adopted."""
     FINALIZING = "finalizing"
     """Waiting for its verification, then processes are killed and the diff is taken."""
     VERIFYING = "verifying"
@@ -46,13 +47,13 @@ _EARLY = frozenset({State.FAILED, State.EXPIRED, State.CANCELLED})
 FOLLOWS: Mapping[State, frozenset[State]] = MappingProxyType(
     {
         State.QUEUED: _EARLY | {State.ADMITTED},
-        State.ADMITTED: _EARLY | {State.PROVISIONING},
-        State.PROVISIONING: _EARLY | {State.READY},
+        State.ADMITTED: _EARLY | {State.PROVISIONING, State.QUEUED},
+        State.PROVISIONING: _EARLY | {State.READY, State.QUEUED},
         State.READY: _EARLY | {State.RUNNING, State.FINALIZING, State.LOST},
         State.RUNNING: _EARLY | {State.READY, State.LOST},
         State.LOST: _EARLY | {State.READY},
-        State.FINALIZING: _EARLY | {State.VERIFYING, State.DONE},
-        State.VERIFYING: ENDED,
+        State.FINALIZING: _EARLY | {State.VERIFYING, State.DONE, State.LOST},
+        State.VERIFYING: ENDED | {State.LOST},
         **dict.fromkeys(ENDED, frozenset[State]()),
     }
 )

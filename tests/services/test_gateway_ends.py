@@ -144,8 +144,8 @@ def test_a_gateway_that_starts_again_ends_what_lost_its_sandbox(store: Store, ta
                 assert verdict.reward is None
                 assert grading.verify_signature(verdict, wire.signing_key(second.ada.token))
                 lines = store.session_log(view.id)
-                assert [line.state for line in lines][-2:] == ["ready", "failed"]
-                assert (lines[-2].epoch, lines[-1].epoch) == (1, 2)
+                assert [line.state for line in lines][-3:] == ["ready", "lost", "failed"]
+                assert [line.epoch for line in lines][-3:] == [1, 2, 2]
                 # The older gateway is still there, and can write nothing any more.
                 with pytest.raises(SandboxError, match="superseded"):
                     await first.ada.send(

@@ -1,0 +1,215 @@
+"""The gateway as a process that is killed in the middle: who comes after it goes on, or nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gateway_given import TOKENS, tenant
+
+from agentrl.store import Store
+from agentrl.types import Action, Task, Termination
+from envs.sandbox.local import LocalBackend
+from envs.tasks import package
+from harness.gateway import client as calls
+from harness.gateway import wire
+from harness.gateway.client import AsyncClient
+from harness.gateway.remote import GatewayPlace
+
+LIVE = 50
+STEPS = 4
+LEASE_S = 5.0
+
+
+def counting_task(folder: Path) -> Task:
+    """Solved by a file that has each number exactly once, in order."""
+    lines = "".join(f"{step}\\n" for step in range(STEPS))
+    package.write_task(
+        folder,
+        config={
+            "schema_version": "1.4",
+            "task": {"name": "small/one"},
+            "environment": {"workdir": "/app", "memory_mb": 128, "storage_mb": 16},
+            "verifier": {"timeout_sec": 30},
+            "metadata": {"agentrl": {"grader": "script", "exec_timeout_s": 30}},
+        },
+        instruction="Count.\n",
+        environment={"hello.txt": "hello\n"},
+        tests={
+            "test.sh": f"printf '{lines}' | cmp -s - steps.txt && r=1 || r=0\n"
+            "echo $r > /logs/verifier/reward.txt\n"
+        },
+        solution=f"#!/bin/bash\nprintf '{lines}' > steps.txt\n",
+    )
+    return package.load_task(folder)
+
+
+class Process:
+    """`agentrl serve gateway`, to be killed and started again on the same port with the same store."""
+
+    def __init__(self, folder: Path, backend: str = "local") -> None:
+        self.folder = folder
+        self.backend = backend
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.task = counting_task(folder / "suite" / "one")
+        with Store.open(folder / "store.db") as store:
+            store.add_tenant(tenant("ada"))
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> dict[str, object]:
+        """Until it serves. Returns what it says of itself."""
+        words = ["serve", "gateway", "--backend", self.backend, "--port", str(self.port), "--json"]
+        options = {"--tasks": self.folder / "suite", "--store": self.folder / "store.db"}
+        options |= {"--state-dir": self.folder / "state"}
+        words += [str(word) for option in options.items() for word in option]
+        words += ["--slots", str(LIVE), "--memory", "999999", "--permits", "8"]
+        with (self.folder / "gateway.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "agentrl.cli.main", *words],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, (self.folder / "gateway.log").read_text()
+        told: dict[str, object] = json.loads(line)
+        return told
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(60)
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process = None
+
+    def client(self) -> AsyncClient:
+        return AsyncClient(self.url, token=TOKENS["ada"])
+
+    def traces(self) -> list[str]:
+        """Whatever of its sandboxes is still on this machine."""
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{name}/cmdline").read_bytes()
+                if str(self.folder).encode() in words and int(name) != os.getpid():
+                    found.append(f"process {name}")
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+        found += [line.split()[4] for line in mounts if str(self.folder) in line]
+        for folder in (self.folder / "state").rglob("run/*"):
+            found.append(str(folder))
+        return found
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    made = Process(tmp_path)
+    backend = LocalBackend(tmp_path / "check")
+    try:
+        backend.check()
+    except Exception as error:  # any reason that the machine gives
+        pytest.skip(str(error))
+    yield made
+    made.kill(signal.SIGTERM)
+
+
+async def gone(process: Process, within_s: float) -> list[str]:
+    """What is left after at most so long."""
+    until = time.monotonic() + within_s
+    while (left := process.traces()) and time.monotonic() < until:  # noqa: ASYNC110  (it looks from outside)
+        await asyncio.sleep(0.1)
+    return left
+
+
+async def episode(place: GatewayPlace, task: Task, number: int, halfway: asyncio.Barrier) -> list[str]:
+    """An attempt whose every step must happen once: it appends a line to a file. Returns the lines."""
+    session = await place.open(
+        task,
+        place,
+        session_id=f"g.{number}.1",
+        signing_key=b"key",
+        admission=None,  # type: ignore[arg-type]
+    )
+    try:
+        for step in range(STEPS):
+            if step == STEPS // 2:
+                await halfway.wait()
+            words = {"command": f"echo {step} >> steps.txt; sleep 0.1; cat steps.txt"}
+            seen = await session.call(Action(id=str(step), tool="bash", arguments=words))
+        await session.call(Action(id="end", tool="submit", arguments={}))
+        verdict = await session.finalize(termination=Termination.FINISHED, fault=None)
+        assert verdict.reward == 1.0, verdict.fault
+        return seen.text.split()
+    finally:
+        await session.close()
+
+
+@pytest.mark.sandbox
+def test_killed_in_the_middle_and_started_again_it_adopts_every_session_and_they_finish(
+    process: Process,
+) -> None:
+    async def run() -> None:
+        isolation = process.start()["isolation"]
+        halfway = asyncio.Barrier(LIVE + 1)
+        place = GatewayPlace(process.url, name="local", isolation=isolation, client=process.client())  # type: ignore[arg-type]
+        await place.admit(process.task)
+        attempts = [asyncio.create_task(episode(place, process.task, n, halfway)) for n in range(LIVE)]
+        await halfway.wait()
+        await asyncio.sleep(0.05)  # commands are running now
+        process.kill()
+        told = process.start()
+        assert told["epoch"] == 2
+        ends = await asyncio.gather(*attempts)
+        assert ends == [[str(step) for step in range(STEPS)]] * LIVE
+        async with process.client() as client:
+            page = await client.send(calls.Call(method="GET", path="/metrics", read=lambda got: got.text))
+            assert f"agentrl_sessions_adopted_total {LIVE}.0" in page
+        await place.close()
+        process.kill(signal.SIGTERM)
+        assert await gone(process, 20) == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.sandbox
+def test_killed_and_not_started_again_nothing_is_left_when_the_leases_are_over(process: Process) -> None:
+    async def run() -> None:
+        process.start()
+        async with process.client() as client:
+            await client.send(calls.admit(process.task.id, None, deadline_s=60))
+
+            async def one(number: int) -> None:
+                asked = calls.open_session(
+                    client_key=str(number), task_id=process.task.id, lease_ttl_s=LEASE_S
+                )
+                view = await client.send(asked)
+                while view.waiting:
+                    view = await client.send(calls.session(view.id, wait_s=5))
+                body = wire.ExecBody(exec_id="e", command="nohup sleep 600 > /dev/null 2>&1 &")
+                await client.send(calls.run(view.id, body))
+
+            await asyncio.gather(*(one(n) for n in range(8)))
+            process.kill()
+            assert process.traces() != []
+            assert await gone(process, LEASE_S + 5.0) == []
+
+    asyncio.run(run())
