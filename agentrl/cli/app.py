@@ -21,12 +21,18 @@ class Backend(StrEnum):
     local = "local"
     plain = "plain"
     docker = "docker"
+    kubernetes = "kubernetes"
 
 
 class Admission(StrEnum):
     light = "light"
     full = "full"
     stored = "stored"
+
+
+class Protocol(StrEnum):
+    mcp = "mcp"
+    openenv = "openenv"
 
 
 class Split(StrEnum):
@@ -140,7 +146,8 @@ def quickstart(
     backend: Annotated[
         Backend,
         typer.Option(
-            help="local: isolated by the kernel. docker: containers. plain: subprocesses, no isolation."
+            help="local: isolated by the kernel. docker: containers. kubernetes: pods. plain: subprocesses, "
+            "no isolation."
         ),
     ] = Backend.local,
     dir: Annotated[
@@ -545,19 +552,45 @@ def envs_check(
     implementation.check(name, seeds=seeds, backend=str(backend), as_json=json)
 
 
-@envs.command("serve", epilog=examples("agentrl envs serve calculator --seed 7"))
+@envs.command(
+    "serve",
+    epilog=examples(
+        "agentrl envs serve calculator --seed 7",
+        "agentrl envs serve swe --seed 3 --backend plain",
+        "agentrl envs serve swe --protocol openenv --port 8000",
+    ),
+)
 @guarded
 def envs_serve(
     name: Reference,
-    seed: Annotated[int, typer.Option(min=0, help="Whose problem to serve.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Whose problem to serve (MCP).")] = 0,
+    protocol: Annotated[
+        Protocol, typer.Option(help="mcp: one attempt on stdin and stdout. openenv: many, on a websocket.")
+    ] = Protocol.mcp,
+    backend: Annotated[Backend, typer.Option(help="Where packaged tasks run.")] = Backend.local,
+    host: Annotated[str, typer.Option(help="Address to listen on (OpenEnv).")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port (OpenEnv); 0 takes a free one.")] = 8000,
+    sessions: Annotated[int, typer.Option(min=1, help="Connections at once (OpenEnv).")] = 32,
     json: Annotated[
-        bool, typer.Option("--json", help="The whole verdict, as one JSON object on stderr.")
+        bool, typer.Option("--json", help="MCP: the whole verdict on stderr. OpenEnv: the address on stdout.")
     ] = False,
 ) -> None:
-    """Serve one attempt at a tool environment as MCP tools on stdin and stdout; its reward goes to stderr."""
+    """Serve an environment to others: as MCP tools on stdin and stdout, or on OpenEnv's websocket protocol.
+
+    With MCP the reward of the attempt goes to stderr when the client leaves.
+    """
     from agentrl.cli import envs as implementation
 
-    implementation.serve(name, seed, as_json=json)
+    implementation.serve(
+        name,
+        seed,
+        protocol=str(protocol),
+        backend=str(backend),
+        host=host,
+        port=port,
+        sessions=sessions,
+        as_json=json,
+    )
 
 
 # ------------------------------------------------------------------------------------------------- reference

@@ -28,7 +28,7 @@ from harness.gateway.remote import GatewayPlace
 from harness.gold import written
 from harness.prompt import SYSTEM_PROMPT
 
-BACKENDS = ("local", "plain", "docker")
+BACKENDS = ("local", "plain", "docker", "kubernetes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
+from agentrl.errors import SandboxError
 from envs.sandbox.contract import Backend
 from envs.sandbox.docker import DockerBackend
 from envs.sandbox.local import LocalBackend
@@ -23,10 +25,27 @@ def _docker(state_dir: Path | None) -> Backend:
     return backend
 
 
+def _kubernetes(state_dir: Path | None) -> Backend:
+    """Its client is an optional package, and slow to import: it is loaded when it is asked for."""
+    try:
+        module = importlib.import_module("envs.sandbox.kubernetes")
+    except ModuleNotFoundError as error:
+        raise SandboxError(
+            f"The kubernetes backend needs a package that is not installed: {error.name}.",
+            fix="Install it: `pip install 'agentrl[kubernetes]'`.",
+            code="no_client",
+            phase="prepare",
+            retryable=False,
+        ) from error
+    backend: Backend = module.checked(state_dir)
+    return backend
+
+
 BUILT_IN: dict[str, Callable[[Path | None], Backend]] = {
     "local": _local,
     "plain": PlainBackend,
     "docker": _docker,
+    "kubernetes": _kubernetes,
 }
 
 

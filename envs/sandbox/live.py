@@ -19,7 +19,6 @@ from agentrl.errors import ExecUnknown, SandboxError
 from agentrl.types import ExecStatus
 from envs.sandbox.adoption import Memory
 from envs.sandbox.agent import KILL_DEADLINE_S
-from envs.sandbox.channel import Channel
 from envs.sandbox.contract import (
     TERM_GRACE_S,
     ExecRequest,
@@ -46,6 +45,18 @@ class Paths(Protocol):
     def outside(self, raw: bytes) -> bytes: ...
 
 
+class Calls(Protocol):
+    """A way to ask the agent: a `Channel`, or what is like one."""
+
+    async def call(
+        self, header: dict[str, Any], body: bytes = b"", *, deadline_s: float
+    ) -> tuple[dict[str, Any], bytes]: ...
+
+    def post(self, header: dict[str, Any], body: bytes = b"") -> None: ...
+
+    def close(self) -> None: ...
+
+
 class SamePaths:
     """A sandbox with its own root: nothing to translate."""
 
@@ -62,7 +73,7 @@ class LiveSandbox:
     def __init__(
         self,
         info: SandboxInfo,
-        channel: Channel,
+        channel: Calls,
         *,
         differ: Differ,
         end: Ending,

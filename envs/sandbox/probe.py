@@ -1,12 +1,13 @@
 """What this machine offers for sandboxes, as findings with a fix each: the facts that `agentrl doctor`
 prints.
 
-Cheap and read-only, apart from one trial sandbox that is ended at once. An engine is asked what it is; a
-cluster is looked for by its configuration file.
+Cheap and read-only, apart from one trial sandbox that is ended at once. An engine and a cluster, where one is
+configured, are asked what they are and what they allow.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import re
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.errors import SandboxError
+from agentrl.errors import AgentRLError, SandboxError
 from envs.sandbox import cgroups
 from envs.sandbox.docker import examine
 from envs.sandbox.engine import socket_path
@@ -190,17 +191,29 @@ def _docker(host: str | None = None) -> Finding:
 
 
 def _kubernetes() -> Finding:
+    """Whether a cluster is configured, and if so whether it answers and allows what sandboxes need."""
     inside = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-    if inside.exists():
-        return Finding(name="kubernetes", status="ok", detail="running inside a cluster")
     named = os.environ.get("KUBECONFIG")
     files = [Path(p) for p in named.split(os.pathsep)] if named else [Path.home() / ".kube" / "config"]
-    present = [str(path) for path in files if path.is_file()]
-    if present:
-        return Finding(name="kubernetes", status="ok", detail=f"configuration {present[0]}")
-    return Finding(
-        name="kubernetes",
-        status="missing",
-        detail=f"no configuration at {files[0]}",
-        fix="Set KUBECONFIG; only the kubernetes backend needs it.",
-    )
+    if not inside.exists() and not any(path.is_file() for path in files):
+        return Finding(
+            name="kubernetes",
+            status="missing",
+            detail=f"no configuration at {files[0]}",
+            fix="Set KUBECONFIG; only the kubernetes backend needs it.",
+        )
+    try:
+        facts = importlib.import_module("envs.sandbox.kubernetes").examined()
+    except ModuleNotFoundError as error:
+        return Finding(
+            name="kubernetes",
+            status="missing",
+            detail=f"a cluster is configured, but {error.name} is not installed",
+            fix="Install it: `pip install 'agentrl[kubernetes]'`.",
+        )
+    except AgentRLError as refused:
+        fix = refused.fix or ""
+        return Finding(name="kubernetes", status="missing", detail=refused.message, fix=fix)
+    how = "over the pod network" if facts["reach"] == "pod" else "through the API server"
+    detail = f"{facts['version']}, namespace {facts['namespace']}, pods are reached {how}{facts['disk']}"
+    return Finding(name="kubernetes", status="ok", detail=detail)

@@ -1,0 +1,882 @@
+"""Sandboxes as bare pods of a Kubernetes cluster, from inside it or from anywhere that has its kubeconfig.
+
+The API server is asked to make, to watch and to delete pods; everything else goes to the pod's witness (see
+`kubernetes_witness`), over connections that exist only while something is asked. So a slow, restarting or
+unreachable API server stops no command from inside the cluster, and costs one from outside nothing but time.
+
+Invariants: a pod whose creation was answered by nobody is found again by its name, never made twice; every
+end is classified by `kubernetes_ends` and never by what a program printed; whatever was made is deleted, at
+once or by retries that `leaked` counts. All pods of one backend belong to one ConfigMap that says how long
+their backend is alive: when it says so no longer, any other backend deletes it, and the cluster its pods.
+Without any of them each pod ends itself: its witness when its lease is over, the kubelet after `max_life_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentrl.config import environment
+from agentrl.errors import ExecUnknown, SandboxError, SandboxLost
+from agentrl.types import JsonScalar, SandboxSpec
+from envs.sandbox import agent, docker_init, kubernetes_fence, kubernetes_witness, trees
+from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
+from envs.sandbox.diff import DiffTooLarge, record
+from envs.sandbox.kubernetes_api import ApiRefused, ApiUnknown, Cluster, Json
+from envs.sandbox.kubernetes_ends import DELETED, WITNESS, end_of, image_ids, ready, start_problem
+from envs.sandbox.kubernetes_ends import unschedulable as why_unschedulable
+from envs.sandbox.kubernetes_images import Archive, KubernetesImages, Prepared
+from envs.sandbox.kubernetes_line import Dropped, ExecWire, Line, Received, Wire, dial_tcp
+from envs.sandbox.kubernetes_pod import LABEL, PORT, SIZED_SINCE, TOOLS, Placement, Wanted, manifest
+from envs.sandbox.kubernetes_watch import Pods
+from envs.sandbox.live import LiveSandbox
+from envs.sandbox.pressure import Pressure
+
+T = TypeVar("T")
+
+CREATES_AT_ONCE = 16
+LEASE_S = 600.0
+"""A pod that hears nothing for this long ends itself; it is told something every third of it."""
+MAX_LIFE_S = 6 * 3600.0
+"""The kubelet ends any pod after this."""
+REAP_SLACK_S = 120.0
+"""How much later than it said a backend is taken for dead: clocks differ."""
+UNSCHEDULABLE_S = 30.0
+"""How long a pod may wait for a node that takes it."""
+DOUBT_S = 5.0
+"""Without news of a pod that somebody waits for, its list is asked for."""
+TRY_S = 15.0
+CHECK_DEADLINE_S = 15.0
+LOOK_DEADLINE_S = 5.0
+POST_MORTEM_S = 2.5
+DIFF_DEADLINE_S = 120.0
+DELETE_DEADLINE_S = 60.0
+GONE_S = 30.0
+"""How long a deleted pod may take to disappear before the deletion is asked for again."""
+CLOSE_DEADLINE_S = 60.0
+RENEWALS_AT_ONCE = 8
+PUT_BYTES = 192 * 1024
+PUTS_AT_ONCE = 16
+_TAKEN = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "proc", "dev", "etc", "sys", "")
+_ALIVE = "agentrl/alive-until"
+_RIGHTS = (
+    ("pods", "", ("create", "get", "list", "watch", "delete")),
+    ("configmaps", "", ("create", "list", "patch", "delete")),
+)
+_EXEC_RIGHTS = (("pods", "exec", ("get", "create")),)
+
+
+class KubernetesBackend:
+    """See `contract.Backend`. Belongs to one event loop.
+
+    `state_dir` holds copies of workspaces. `base_image` (default: `AGENTRL_KUBERNETES_IMAGE`) lies under
+    environment folders that bring only files. `server` replaces the API server's address of the kubeconfig.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path | None = None,
+        *,
+        placement: Placement | None = None,
+        base_image: str | None = None,
+        context: str | None = None,
+        kubeconfig: str | None = None,
+        server: str | None = None,
+        lease_s: float = LEASE_S,
+        max_life_s: float = MAX_LIFE_S,
+        creates_at_once: int = CREATES_AT_ONCE,
+        unschedulable_s: float = UNSCHEDULABLE_S,
+        watch_silence_s: float | None = None,
+        idle_s: float | None = None,
+    ) -> None:
+        state = (state_dir or Path.home() / ".local" / "state" / "agentrl").absolute() / "kubernetes"
+        self._placement = placement or Placement.from_environment()
+        self._where: dict[str, Any] = {
+            "context": context or environment("KUBERNETES_CONTEXT"),
+            "kubeconfig": kubeconfig,
+            "server": server,
+        }
+        self._cluster = Cluster(**self._where)
+        self._images = KubernetesImages(state, base_image=base_image, shares_engine=self._shares_engine)
+        self.id = os.urandom(6).hex()
+        self.pressure = Pressure(creates_at_once)
+        self._lease_s = lease_s
+        self._max_life_s = max_life_s
+        self._unschedulable_s = unschedulable_s
+        self._watching = {} if watch_silence_s is None else {"silence_s": watch_silence_s}
+        self._lines = {} if idle_s is None else {"idle_s": idle_s}
+        self._secret = os.urandom(32)
+        self._numbers = itertools.count(1)
+        self._live: dict[str, tuple[LiveSandbox, Line]] = {}
+        self._wires: set[ExecWire] = set()
+        self._removals: dict[str, asyncio.Task[None]] = {}
+        self._failed_removals: set[str] = set()
+        self._seen_images: dict[str, set[str]] = {}
+        self._opening = asyncio.Lock()
+        self._pods: Pods | None = None
+        self._owner: dict[str, str] = {}
+        self._sized = True
+        self._namespace = ""
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    @property
+    def name(self) -> str:
+        return "kubernetes"
+
+    @property
+    def isolation(self) -> Isolation:
+        return "kubernetes"
+
+    @property
+    def leaked(self) -> int:
+        """Pods whose deletion has failed and is being tried again."""
+        return len(self._failed_removals)
+
+    @property
+    def reach(self) -> str:
+        """How witnesses are reached: `pod` or `exec`."""
+        if self._placement.reach != "auto":
+            return self._placement.reach
+        return "pod" if self._cluster.inside else "exec"
+
+    @property
+    def pods(self) -> Pods:
+        """What is known of this backend's pods. After the first `create`."""
+        assert self._pods is not None
+        return self._pods
+
+    def check(self) -> None:
+        """Ask the cluster, waiting for it, whether sandboxes can be made. Raises `SandboxError` with the
+        fix."""
+        _apart(examine(self._placement, **self._where))
+
+    async def prepare(self, environment_dir: str) -> str:
+        return await self._images.prepare(environment_dir)
+
+    async def create(
+        self,
+        spec: SandboxSpec,
+        *,
+        image: str,
+        session: str,
+        mounts: tuple[Mount, ...] = (),
+        apply: tuple[FileChange, ...] = (),
+        deadline_s: float = 120.0,
+    ) -> LiveSandbox:
+        begun = time.monotonic()
+        _check_spec(spec, mounts)
+        prepared = await self._images.require(image)
+        start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", begun + deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._open()
+                sandbox = await self._start(start, spec, image, prepared, session, mounts, begun)
+        except TimeoutError as error:
+            raise SandboxError(
+                f"Sandbox {start.name} was not ready within {deadline_s:g} s: waiting for '{start.phase}'.",
+                fix="The cluster is overloaded: start fewer sandboxes at once, or add nodes.",
+                code="start_timeout",
+                phase=start.phase,
+            ) from error
+        if apply:
+            try:
+                await sandbox.apply(apply, deadline_s=deadline_s)
+            except BaseException:
+                await sandbox.close()
+                raise
+        return sandbox
+
+    async def close(self) -> None:
+        await asyncio.gather(*(sandbox.close() for sandbox, _ in list(self._live.values())))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._removals:
+            await asyncio.wait(self._removals.values(), timeout=CLOSE_DEADLINE_S)
+        left = [task for task in self._removals.values() if not task.done()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, *(wire.finished() for wire in list(self._wires)), return_exceptions=True)
+        if self._owner:
+            with contextlib.suppress(ApiRefused, ApiUnknown):  # It says how long we live: another will do it.
+                await self._cluster.insist(
+                    "DELETE",
+                    f"{self._path('configmaps')}/{self._owner['name']}",
+                    phase="close",
+                    deadline_s=LOOK_DEADLINE_S,
+                    params={"propagationPolicy": "Background"},
+                )
+            self._owner = {}
+        if self._pods is not None:
+            await self._pods.close()
+            self._pods = None
+        await self._cluster.close()
+
+    # -- opening
+
+    def _path(self, kind: str) -> str:
+        return f"/api/v1/namespaces/{self._namespace}/{kind}"
+
+    async def _open(self) -> None:
+        """Once: learn about the cluster, make what the pods belong to, begin to watch, sweep what dead
+        backends left."""
+        async with self._opening:
+            if self._pods is not None:
+                return
+            await self._cluster.connect()
+            self._namespace = self._placement.namespace or self._cluster.default_namespace
+            self._sized = _version(await self._ask("GET", "/version", "version")) >= SIZED_SINCE
+            tools = await asyncio.to_thread(_tools)
+            body = {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {
+                    "name": f"agentrl-{self.id}",
+                    "labels": {LABEL: "backend", f"{LABEL}.backend": self.id},
+                    "annotations": {_ALIVE: self._alive_until()},
+                },
+                "data": tools,
+            }
+            try:
+                made = await self._ask("POST", self._path("configmaps"), "open", body)
+            except ApiRefused as refused:
+                if refused.status != 409:
+                    raise _namespaced(refused, self._namespace) from refused
+                made = await self._ask("GET", f"{self._path('configmaps')}/agentrl-{self.id}", "open")
+            self._owner = {"name": made["metadata"]["name"], "uid": made["metadata"]["uid"]}
+            selector = f"{LABEL}.backend={self.id}"
+            self._pods = Pods(self._cluster, self._path("pods"), selector, **self._watching)
+            self._pods.start()
+            loop = asyncio.get_running_loop()
+            self._tasks = [loop.create_task(self._renew()), loop.create_task(_quiet(self.reap()))]
+
+    async def _ask(self, method: str, path: str, phase: str, body: Json | None = None) -> Json:
+        return await self._cluster.insist(
+            method, path, phase=phase, deadline_s=CHECK_DEADLINE_S * 2, body=body
+        )
+
+    def _alive_until(self) -> str:
+        return str(int(time.time() + self._lease_s))
+
+    async def _shares_engine(self) -> bool:
+        """Whether the one node of the cluster is this machine, on its Docker engine."""
+        try:
+            nodes = await self._ask("GET", "/api/v1/nodes", "prepare")
+            boot = await asyncio.to_thread(Path("/proc/sys/kernel/random/boot_id").read_text)
+            facts = [node["status"]["nodeInfo"] for node in nodes["items"]]
+        except (ApiRefused, OSError):
+            return False
+        return [f["bootID"] for f in facts] == [boot.strip()] and facts[0][
+            "containerRuntimeVersion"
+        ].startswith("docker://")
+
+    # -- starting
+
+    async def _start(
+        self,
+        start: _Start,
+        spec: SandboxSpec,
+        image: str,
+        prepared: Prepared,
+        session: str,
+        mounts: tuple[Mount, ...],
+        begun: float,
+    ) -> LiveSandbox:
+        archive = await self._images.archive(image, prepared, tuple(m.source for m in mounts))
+        name, token = start.name, self._token(start.name)
+        wanted = Wanted(
+            name=name,
+            image=prepared.image,
+            spec=spec,
+            labels={
+                LABEL: "sandbox",
+                f"{LABEL}.backend": self.id,
+                f"{LABEL}.session": _label(session),
+            },
+            annotations={f"{LABEL}/session": session, f"{LABEL}/image": image},
+            owner=self._owner,
+            token_sha256=hashlib.sha256(token.encode()).hexdigest(),
+            lease_s=self._lease_s,
+            max_life_s=self._max_life_s,
+            mounts=tuple(mount.target for mount in mounts),
+            place_mib=archive.place_mib,
+            by_network=self.reach == "pod",
+            sized=self._sized,
+            placement=self._placement,
+        )
+        line: Line | None = None
+        try:
+            start.phase = "create"
+            async with self.pressure.slot():
+                pod = await self._create_pod(start, manifest(wanted))
+                pod = await self._await_ready(start, pod)
+            self._pin_image(image, pod, name)
+            start.phase = "agent"
+            line = self._line(pod, token)
+            await self._lay(line, archive, prepared, start)
+            hello, _ = await line.call({"op": "hello"}, deadline_s=start.left())
+        except BaseException as error:
+            if line is not None:
+                line.close()
+            self.pods.forget(name)
+            self._dispose(name, unsure=start.asked)
+            if isinstance(error, SandboxLost):
+                raise _at_start(error, start.phase) from error
+            raise
+        held = line
+
+        async def end() -> None:
+            self._live.pop(name, None)
+            self.pods.forget(name)
+            self._dispose(name)
+
+        async def differ() -> tuple[FileChange, ...]:
+            return await self._diff(held, name)
+
+        network = ("network",) if self._placement.fence == "pod" else ()
+        info = SandboxInfo(
+            id=name,
+            backend=self.name,
+            isolation=self.isolation,
+            image_digest=image,
+            instance=hello["instance"],
+            spec=spec,
+            limits_enforced=("memory", "pids", "cpu", "disk", *network),
+            ready_ms=(time.monotonic() - begun) * 1000,
+        )
+        sandbox = LiveSandbox(info, held, differ=differ, end=end)
+        self._live[name] = (sandbox, held)
+        return sandbox
+
+    def _token(self, name: str) -> str:
+        return hashlib.sha256(self._secret + name.encode()).hexdigest()
+
+    async def _create_pod(self, start: _Start, body: Json) -> Json:
+        """Create it exactly once: after an answer that was lost, whatever has this name is ours."""
+        pause = 0.2
+        start.asked = True
+        while True:
+            wait_s = pause
+            try:
+                return await self._cluster.call(
+                    "POST",
+                    self._path("pods"),
+                    phase="create",
+                    deadline_s=min(TRY_S, start.left()),
+                    body=body,
+                )
+            except ApiUnknown:
+                found = await self._find(start)
+                if found is not None:
+                    return found
+            except ApiRefused as refused:
+                if refused.reason == "AlreadyExists":
+                    found = await self._find(start)
+                    if found is not None:
+                        return found
+                elif refused.passing:
+                    wait_s = refused.pause_s or pause
+                elif refused.status == 409:
+                    pass  # Somebody else changed the quota at the same time.
+                else:
+                    raise _create_refused(refused, self._namespace) from refused
+            await asyncio.sleep(wait_s)
+            pause = min(2 * pause, 5.0)
+
+    async def _find(self, start: _Start) -> Json | None:
+        with contextlib.suppress(ApiUnknown, ApiRefused):
+            return await self._cluster.call(
+                "GET",
+                f"{self._path('pods')}/{start.name}",
+                phase="create",
+                deadline_s=min(TRY_S, start.left()),
+            )
+        return None
+
+    async def _await_ready(self, start: _Start, pod: Json) -> Json:
+        """Wait, by the watch, until both containers run. Raises what `start_problem` finds."""
+        start.phase = "schedule"
+        name = start.name
+        done: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
+        heard = time.monotonic()
+        waits_since: float | None = None
+
+        def listen(now: Json | None) -> None:
+            nonlocal heard, waits_since
+            heard = time.monotonic()
+            if done.done():
+                return
+            if now is None:
+                done.set_exception(DELETED.failed(name, start.phase))
+                return
+            problem = start_problem(now)
+            if problem is not None:
+                done.set_exception(problem.failed(name, start.phase))
+            elif ready(now):
+                done.set_result(now)
+            if why_unschedulable(now) is None:
+                waits_since = None
+                if now.get("spec", {}).get("nodeName"):
+                    start.phase = "start"
+            elif waits_since is None:
+                waits_since = time.monotonic()
+
+        self.pods.note(pod)
+        self.pods.listen(name, listen)
+        try:
+            while not done.done():
+                await asyncio.wait((done,), timeout=1.0)
+                now = self.pods.get(name)
+                if waits_since is not None and time.monotonic() - waits_since > self._unschedulable_s:
+                    raise _no_node(name, why_unschedulable(now or pod) or "")
+                if time.monotonic() - heard > DOUBT_S and not done.done():
+                    heard = time.monotonic()
+                    with contextlib.suppress(ApiUnknown, ApiRefused):
+                        await self.pods.look()
+            return done.result()
+        finally:
+            if done.done() and not done.cancelled():
+                done.exception()  # Whatever it is, it was heard.
+
+    def _pin_image(self, image: str, pod: Json, name: str) -> None:
+        """All sandboxes of one prepared image are started from the same image (E1)."""
+        ids = image_ids(pod)
+        known = self._seen_images.setdefault(image, ids)
+        if ids != known or len(ids) != 1:
+            raise SandboxError(
+                f"Sandbox {name} was started from {sorted(ids)}, others of its image from {sorted(known)}.",
+                fix="Name the image by its digest (name@sha256:…), so that it can not change under a run.",
+                code="image_changed",
+                phase="start",
+                retryable=False,
+            )
+
+    def _line(self, pod: Json, token: str) -> Line:
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        address = pod["status"]["podIP"]
+
+        async def dial(received: Received, dropped: Dropped) -> Wire:
+            if self.reach == "pod":
+                return await dial_tcp(address, PORT, received, dropped)
+            command = ["python3", "-I", "-S", f"{TOOLS}/kubernetes_witness.py", "relay"]
+            wire = ExecWire(
+                await self._cluster.exec(self._namespace, name, WITNESS, command), received, dropped
+            )
+            self._wires.add(wire)
+            wire.whenever_finished(self._wires.discard)
+            return wire
+
+        line = Line(
+            name,
+            token=token,
+            dial=dial,
+            post_mortem=lambda: self._post_mortem(name),
+            doubt=lambda: self._look_at(name),
+            **self._lines,
+        )
+
+        def listen(now: Json | None) -> None:
+            end = DELETED if now is None else end_of(now)
+            if now is not None and now["metadata"]["uid"] != uid:
+                end = DELETED
+            if end is not None:
+                line.lost(end.lost(name), witness_lives=end.witness_lives)
+
+        self.pods.listen(name, listen)
+        return line
+
+    async def _lay(self, line: Line, archive: Archive, prepared: Prepared, start: _Start) -> None:
+        """Bring what belongs into the pod, and have its workdir made."""
+        if archive.path is not None:
+            limit = asyncio.Semaphore(PUTS_AT_ONCE)
+
+            async def put(offset: int, data: bytes) -> None:
+                async with limit:
+                    header = {"op": "witness.put", "offset": offset}
+                    _checked(await line.call(header, data, deadline_s=start.left()), start)
+
+            pieces = await asyncio.to_thread(_pieces, archive.path)
+            await asyncio.gather(*(put(offset, data) for offset, data in pieces))
+        header = {
+            "op": "witness.lay",
+            "size": archive.size,
+            "sha256": archive.sha256,
+            "files": prepared.files,
+        }
+        _checked(await line.call(header, deadline_s=start.left()), start)
+
+    # -- while it lives
+
+    async def _renew(self) -> None:
+        """Say that we are alive: to the cluster for all pods together, to each witness that heard nothing
+        lately."""
+        limit = asyncio.Semaphore(RENEWALS_AT_ONCE)
+
+        async def tell(line: Line) -> None:
+            async with limit:
+                await _quiet(line.renew())
+
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            body = {"metadata": {"annotations": {_ALIVE: self._alive_until()}}}
+            path = f"{self._path('configmaps')}/{self._owner['name']}"
+            silent = [line for _, line in self._live.values() if line.silent_s > self._lease_s / 4]
+            await asyncio.gather(
+                _quiet(
+                    self._cluster.insist(
+                        "PATCH", path, phase="lease", deadline_s=self._lease_s / 3, body=body
+                    )
+                ),
+                *(tell(line) for line in silent),
+            )
+
+    async def _look_at(self, name: str) -> None:
+        """One look at one pod, because something was odd about it."""
+        try:
+            pod = await self._cluster.call(
+                "GET", f"{self._path('pods')}/{name}", phase="look", deadline_s=LOOK_DEADLINE_S
+            )
+        except ApiRefused as refused:
+            if refused.status == 404 and self._pods is not None:
+                self._pods.gone(name)
+            return
+        if self._pods is not None:
+            self._pods.note(pod)
+
+    async def _post_mortem(self, name: str) -> dict[str, JsonScalar]:
+        """What the cluster knows of the end of an agent, in time: it hears of it a little later than the
+        witness."""
+        until = time.monotonic() + POST_MORTEM_S
+        while True:
+            with contextlib.suppress(ApiUnknown):
+                await self._look_at(name)
+            pod = None if self._pods is None else self._pods.get(name)
+            end = None if pod is None else end_of(pod)
+            if end is not None:
+                return dict(end.evidence)
+            if pod is None or time.monotonic() > until:
+                return {"pod": name, "state": "gone" if pod is None else "unknown"}
+            await asyncio.sleep(0.25)
+
+    async def _diff(self, line: Line, name: str) -> tuple[FileChange, ...]:
+        header, body = await line.call({"op": "witness.diff"}, deadline_s=DIFF_DEADLINE_S)
+        problem = header.get("error")
+        if problem is not None:
+            if problem["kind"] == "diff_too_large":
+                raise DiffTooLarge(problem["message"], phase="diff", evidence=problem["evidence"])
+            raise SandboxError(
+                f"The diff of sandbox {name} could not be taken: {problem['message']}.",
+                code=f"diff_{problem['kind']}",
+                phase="diff",
+            )
+        changes, at = [], 0
+        for path, kind, mode, size in header["changes"]:
+            content = None if size is None else body[at : at + size]
+            at += size or 0
+            changes.append(record(trees.Change(path, kind, mode, content)))
+        if at != len(body):
+            raise ExecUnknown(f"The diff of sandbox {name} arrived damaged.", code="answer_cut", phase="diff")
+        return tuple(sorted(changes, key=lambda c: c.path))
+
+    # -- ending
+
+    def _dispose(self, name: str, *, unsure: bool = False) -> None:
+        """Delete a pod in the background, until it is gone."""
+        if name not in self._removals:
+            task = asyncio.get_running_loop().create_task(self._remove(name, 4 if unsure else 0))
+            self._removals[name] = task
+            task.add_done_callback(lambda _: self._removals.pop(name, None))
+
+    async def _remove(self, name: str, looks: int) -> None:
+        """`looks`: how often an absent pod may still come, from a create that was given up."""
+        pause = 0.2
+        while True:
+            try:
+                await self._cluster.call(
+                    "DELETE",
+                    f"{self._path('pods')}/{name}",
+                    phase="delete",
+                    deadline_s=TRY_S,
+                    params={"gracePeriodSeconds": "1", "propagationPolicy": "Background"},
+                )
+                if await self._disappears(name):
+                    break
+                self._failed_removals.add(name)
+            except ApiRefused as refused:
+                if refused.status == 404:
+                    if looks <= 0:
+                        break
+                    looks -= 1
+                else:
+                    self._failed_removals.add(name)
+            except ApiUnknown:
+                self._failed_removals.add(name)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 30.0)
+        self._failed_removals.discard(name)
+
+    async def _disappears(self, name: str) -> bool:
+        """Wait, by the watch, until a deleted pod is gone."""
+        gone = asyncio.Event()
+        pods = self.pods
+        if pods.get(name) is None:
+            await _quiet(self._look_at(name))
+        if pods.get(name) is None:
+            return True
+        pods.listen(name, lambda now: gone.set() if now is None else None)
+        try:
+            async with asyncio.timeout(GONE_S):
+                await gone.wait()
+            return True
+        except TimeoutError:
+            await _quiet(self._look_at(name))
+            return pods.get(name) is None
+        finally:
+            pods.forget(name)
+
+    async def reap(self) -> int:
+        """Delete what belongs to backends that no longer say that they live, pods and all; returns how many
+        backends."""
+        listed = await self._cluster.insist(
+            "GET",
+            self._path("configmaps"),
+            phase="reap",
+            deadline_s=CHECK_DEADLINE_S,
+            params={"labelSelector": f"{LABEL}=backend"},
+        )
+        reaped = 0
+        for found in listed["items"]:
+            said = (found["metadata"].get("annotations") or {}).get(_ALIVE, "")
+            if not said.isdigit() or time.time() < int(said) + REAP_SLACK_S:
+                continue
+            with contextlib.suppress(ApiUnknown, ApiRefused):
+                await self._cluster.insist(
+                    "DELETE",
+                    f"{self._path('configmaps')}/{found['metadata']['name']}",
+                    phase="reap",
+                    deadline_s=CHECK_DEADLINE_S,
+                    params={"propagationPolicy": "Background"},
+                )
+                reaped += 1
+        return reaped
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def checked(state_dir: Path | None) -> KubernetesBackend:
+    """A backend after its `check`."""
+    backend = KubernetesBackend(state_dir)
+    backend.check()
+    return backend
+
+
+async def examine(placement: Placement, **where: Any) -> dict[str, str]:
+    """What a cluster allows: its version, the namespace, how pods would be reached. Raises `SandboxError`
+    with the fix when sandboxes can not be made there."""
+    cluster = Cluster(**where)
+    try:
+        await cluster.connect()
+        version = await cluster.call("GET", "/version", phase="version", deadline_s=CHECK_DEADLINE_S)
+        namespace = placement.namespace or cluster.default_namespace
+        reach = placement.reach
+        if reach == "auto":
+            reach = "pod" if cluster.inside else "exec"
+        rights = [*_RIGHTS, *(_EXEC_RIGHTS if reach == "exec" else ())]
+        asked = [(kind, sub, verb) for kind, sub, verbs in rights for verb in verbs]
+        answers = await asyncio.gather(*(_may(cluster, namespace, *what) for what in asked))
+        lacking = [
+            f"{verb} {kind}{'/' + sub if sub else ''}"
+            for (kind, sub, verb), may in zip(asked, answers, strict=True)
+            if not may
+        ]
+    finally:
+        await cluster.close()
+    if lacking:
+        raise SandboxError(
+            f"This account may not {', '.join(lacking)} in the namespace {namespace}.",
+            fix="Give it the rights of deploy/kubernetes/rbac.yaml, or set AGENTRL_KUBERNETES_NAMESPACE.",
+            code="forbidden",
+            phase="prepare",
+            retryable=False,
+        )
+    sized = "" if _version(version) >= SIZED_SINCE else "; disks are limited by the witness (SYS_ADMIN)"
+    return {
+        "version": str(version.get("gitVersion")),
+        "namespace": namespace,
+        "reach": reach,
+        "disk": sized,
+    }
+
+
+def examined() -> dict[str, str]:
+    """`examine` of the cluster that the environment names, for those without an event loop."""
+    return _apart(examine(Placement.from_environment(), context=environment("KUBERNETES_CONTEXT")))
+
+
+def _apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run it to its end in an event loop of its own, also where one is running."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+async def _may(cluster: Cluster, namespace: str, kind: str, sub: str, verb: str) -> bool:
+    attributes = {"namespace": namespace, "resource": kind, "verb": verb}
+    if sub:
+        attributes["subresource"] = sub
+    answer = await cluster.call(
+        "POST",
+        "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+        phase="check",
+        deadline_s=CHECK_DEADLINE_S,
+        body={
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": attributes},
+        },
+    )
+    return bool(answer["status"]["allowed"])
+
+
+class _Start:
+    """One start under way: its pod's name, its deadline, and what it waits for."""
+
+    def __init__(self, name: str, until: float) -> None:
+        self.name = name
+        self.phase = "prepare"
+        self.asked = False
+        """The cluster may have made the pod, or may still be about to."""
+        self._until = until
+
+    def left(self) -> float:
+        return max(0.01, self._until - time.monotonic())
+
+
+async def _quiet(work: Coroutine[Any, Any, Any]) -> None:
+    """For what is tried again by others, or later."""
+    with contextlib.suppress(SandboxError, OSError):
+        await work
+
+
+def _tools() -> dict[str, str]:
+    modules = (agent, docker_init, kubernetes_fence, kubernetes_witness, trees)
+    paths = [Path(str(module.__file__)) for module in modules]
+    return {path.name: path.read_text() for path in paths}
+
+
+def _pieces(path: Path) -> list[tuple[int, bytes]]:
+    data = path.read_bytes()
+    return [(at, data[at : at + PUT_BYTES]) for at in range(0, len(data), PUT_BYTES)]
+
+
+def _version(facts: Json) -> tuple[int, int]:
+    numbers = [re.match(r"\d+", str(facts.get(key))) for key in ("major", "minor")]
+    major, minor = (int(found.group()) if found else 0 for found in numbers)
+    return major, minor
+
+
+def _label(text: str) -> str:
+    """A session's id as a label's value: at most 63 characters of few kinds; the whole is an annotation."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:40].strip("._-")
+    return f"{plain}.{hashlib.sha256(text.encode()).hexdigest()[:12]}".lstrip(".")
+
+
+def _checked(answer: tuple[Json, bytes], start: _Start) -> None:
+    problem = answer[0].get("error")
+    if problem is None:
+        return
+    full = problem.get("errno") == 28
+    raise SandboxError(
+        f"The workdir of sandbox {start.name} could not be laid: {problem['message']}.",
+        fix="Raise the task's disk limit: the workdir must fit in it." if full else "See the message.",
+        code="workdir_too_large" if full else str(problem["kind"]),
+        owner="task" if full or problem["kind"] == "workdir_too_large" else "environment",
+        phase="agent",
+        retryable=not full,
+    )
+
+
+def _at_start(error: SandboxLost, phase: str) -> SandboxError:
+    return SandboxError(
+        error.message,
+        fix=error.fix,
+        owner=error.owner,
+        code=error.code,
+        phase=phase,
+        retryable=error.retryable,
+        evidence=error.evidence,
+    )
+
+
+def _namespaced(refused: ApiRefused, namespace: str) -> SandboxError:
+    if refused.status != 404:
+        return refused
+    return SandboxError(
+        f"The cluster has no namespace {namespace}.",
+        fix="Create it (deploy/kubernetes/namespace.yaml), or set AGENTRL_KUBERNETES_NAMESPACE.",
+        code="no_namespace",
+        phase="create",
+        retryable=False,
+    )
+
+
+def _create_refused(refused: ApiRefused, namespace: str) -> SandboxError:
+    text = refused.message
+    if refused.status == 403 and "exceeded quota" in text:
+        return SandboxError(
+            text,
+            fix="Run fewer sandboxes at once, or raise the namespace's quota.",
+            code="quota",
+            phase="create",
+            evidence=refused.evidence,
+        )
+    if refused.status == 403 and "PriorityClass" in text:
+        fix = "Apply deploy/kubernetes/priorities.yaml, or unset AGENTRL_KUBERNETES_PRIORITY."
+    elif refused.status == 403 and ("violates PodSecurity" in text or "unable to validate" in text):
+        fix = "Use a namespace that allows what a sandbox needs: deploy/kubernetes/namespace.yaml."
+    else:
+        return _namespaced(refused, namespace)
+    return SandboxError(
+        text, fix=fix, code="forbidden", phase="create", retryable=False, evidence=refused.evidence
+    )
+
+
+def _no_node(name: str, why: str) -> SandboxError:
+    return SandboxError(
+        f"No node of the cluster takes sandbox {name}: {why}",
+        fix="Run fewer sandboxes at once, lower the task's memory, or add nodes.",
+        code="unschedulable",
+        phase="schedule",
+        evidence={"why": why},
+    )
+
+
+def _check_spec(spec: SandboxSpec, mounts: tuple[Mount, ...]) -> None:
+    if spec.network != "none":
+        raise SandboxError(
+            f"The kubernetes backend has no network '{spec.network}'; a sandbox here reaches only itself.",
+            fix="Set the task's network to none.",
+            code="network_unsupported",
+            phase="create",
+            retryable=False,
+        )
+    for target in (spec.workdir, *(mount.target for mount in mounts)):
+        parts = target.split("/")
+        if not target.startswith("/") or ".." in parts or ":" in target or parts[1] in _TAKEN:
+            raise SandboxError(
+                f"'{target}' can not be a folder of a task.",
+                fix="Use an absolute path such as /app, outside of the system's folders.",
+                code="bad_path",
+                phase="create",
+                retryable=False,
+            )
