@@ -162,7 +162,11 @@ class Door:
             )
 
     async def _sampled(self, api: _Api, path: str, request: Request) -> Response:
-        ask = api.parse(_body(request))
+        try:
+            ask = api.parse(_body(request))
+        except Refusal as refusal:
+            self.model.note_refused(refusal)
+            raise
 
         async def start() -> Answer:
             answer = await self.model.ask(ask)

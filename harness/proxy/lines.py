@@ -349,15 +349,13 @@ def _why(keys: Keys, recorded: Keys) -> BranchReason:
     """What was done to a recorded conversation to get this one."""
     at = _shared(keys, recorded)
     new, old = keys[at:], recorded[at:]
-    kept = 0
-    rest = iter(old)
-    while kept < len(new) and new[kept] in rest:
-        kept += 1
-    if not new or (kept and len(old) > kept):
+    if not new or new[0] in old:
         return BranchReason.TRUNCATION
-    if len(keys) <= len(recorded) and len(new) < len(old):
-        return BranchReason.COMPACTION
-    return BranchReason.HISTORY_EDITED
+    if _is_reply(new[0]):
+        return BranchReason.HISTORY_EDITED
+    inserted = next((i for i, one in enumerate(new) if one in old), len(new))
+    replaced = old.index(new[inserted]) if inserted < len(new) else len(old)
+    return BranchReason.COMPACTION if replaced > inserted else BranchReason.HISTORY_EDITED
 
 
 def resampled(prompt: Prompt) -> Prompt:

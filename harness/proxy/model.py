@@ -90,8 +90,12 @@ class ProxiedModel:
         try:
             return await self._answer(ask)
         except Refusal as refusal:
-            self._refused[refusal.code] += 1
+            self.note_refused(refusal)
             raise
+
+    def note_refused(self, refusal: Refusal) -> None:
+        """Count a request that got no reply; those that never became an `Ask` are the door's to report."""
+        self._refused[refusal.code] += 1
 
     def count_tokens(self, ask: Ask) -> int:
         """Length of the prompt that this request would have."""

@@ -234,8 +234,8 @@ def test_errors_are_the_clients_own_exceptions_and_are_not_tried_again() -> None
             assert caught.value.code == "context_length_exceeded"
             with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
                 client.chat.completions.create(model="m", messages=[USER], frequency_penalty=0.5)
-            with pytest.raises(openai.BadRequestError, match="does not|no message before"):
-                stray = {"role": "tool", "tool_call_id": "x", "content": "?"}
+            stray = {"role": "tool", "tool_call_id": "x", "content": "?"}
+            with pytest.raises(openai.BadRequestError, match="no message before"):
                 client.chat.completions.create(model="m", messages=[USER, stray])
             with pytest.raises(openai.NotFoundError):
                 client.embeddings.create(model="m", input="x")
@@ -287,9 +287,9 @@ def test_a_client_that_hangs_up_aborts_the_sampling_and_nothing_is_recorded() ->
     proxy = Proxy("late", delay_s=30.0)
     with served(proxy) as url:
         for stream in (False, True):
-            with openai_client(url, proxy, max_retries=0, timeout=0.3) as client:
-                with pytest.raises(openai.APITimeoutError):
-                    client.chat.completions.create(model="m", messages=[USER], stream=stream)
+            client = openai_client(url, proxy, max_retries=0, timeout=0.3)
+            with client, pytest.raises(openai.APITimeoutError):
+                client.chat.completions.create(model="m", messages=[USER], stream=stream)
         deadline = time.monotonic() + 10
         while proxy.engine.cancelled < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
