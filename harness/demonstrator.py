@@ -1,9 +1,9 @@
 """A scripted demonstrator for one-line repairs: what a small policy is cold-started on.
 
 It is privileged (it reads the task's own note of the wrong line and its alternatives) and deliberately
-imperfect: it guesses among the alternatives, forgets what it has tried, changes its mind, and mostly submits
-untested; only in some attempts does it check its work, and then it often gives up. So imitation teaches how
-to act, and leaves to reinforcement what is worth doing.
+imperfect: it does not know which alternative is right and tries them in their order, changes its mind, and
+mostly submits untested; only in some attempts does it check its work, and then it may give up. So imitation
+teaches how to act, and leaves to reinforcement what is worth doing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Demonstrator:
         careful = rng.random() < self._habits.careful
         yield tool_call("read_file", path=file)
         while True:
-            new = rng.choice([other for other in lines if other != line])
+            new = lines[(lines.index(line) + 1) % len(lines)]
             yield tool_call("replace_in_file", path=file, old=line, new=new)
             line = new
             if not careful:
