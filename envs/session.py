@@ -25,7 +25,7 @@ from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict
 from envs import grading, tools
 from envs.evidence import Admission, Witness, fault_of
 from envs.sandbox.adoption import Outliving
-from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange
+from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Mount
 from envs.sandbox.images import workspace
 
 CREATE_DEADLINE_S = 120.0
@@ -112,15 +112,20 @@ class Session:
         session_id: str,
         signing_key: bytes | None,
         admission: Admission | None,
+        mounts: tuple[Mount, ...] = (),
     ) -> Session:
-        """Prepare the image, create the sandbox, probe it. Raises `BoundaryError`; nothing is left behind
-        then."""
+        """Prepare the image, create the sandbox, probe it. `mounts` are read-only folders beside the image
+        (an agent's own packages). Raises `BoundaryError`; nothing is left behind then."""
         log = [Transition(at=time.time(), state=State.PROVISIONING)]
         image = await prepare(task, backend)
         try:
             async with asyncio.timeout(CREATE_DEADLINE_S + 10.0):
                 sandbox = await backend.create(
-                    task.sandbox, image=image, session=session_id, deadline_s=CREATE_DEADLINE_S
+                    task.sandbox,
+                    image=image,
+                    session=session_id,
+                    mounts=mounts,
+                    deadline_s=CREATE_DEADLINE_S,
                 )
         except TimeoutError as error:
             raise SandboxError(

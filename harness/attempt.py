@@ -23,6 +23,7 @@ from agentrl.types import (
     BranchReason,
     Fault,
     FinishReason,
+    JsonScalar,
     Limits,
     ModelCall,
     Observation,
@@ -161,6 +162,8 @@ class Attempt:
         self.chat = chat
         self.system_prompt = system_prompt
         self.turns: list[Turn] = []
+        self.notes: dict[str, JsonScalar] = {}
+        """Counts that an agent leaves in the trajectory's metadata."""
         self._sampler = sampler
         self._recorder = recorder
         self._sampling = sampling

@@ -122,6 +122,7 @@ async def run_one(
     recorder = Recorder(vocab_size=chat.vocab_size, require_log_probs=settings.require_log_probs)
     seconds = Seconds()
     turns: list[Turn] = []
+    notes: dict[str, JsonScalar] = {}
     started_at = time.time()
     submitted_version = sampler.policy_version
     session: SessionLike | None = None
@@ -154,7 +155,7 @@ async def run_one(
                 system_prompt=settings.system_prompt,
                 seconds=seconds,
             )
-            turns = one.turns
+            turns, notes = one.turns, one.notes
             termination = await agent.run(one)
         except OutOfBudget as spent:
             termination = spent.termination
@@ -178,6 +179,7 @@ async def run_one(
         "seconds_tools": round(seconds.tools, 4),
         "seconds_queue": round(seconds.queue, 4),
         "seconds_finalize": round(seconds.finalize, 4),
+        **notes,
     }
     return Trajectory(
         id=trajectory_id,

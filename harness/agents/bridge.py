@@ -1,0 +1,109 @@
+"""From the loopback of a sandbox without network to the door of its session.
+
+The sandbox's own data path is the only way out of it, so requests take that one: `inside` lays them into a
+folder, a command that waits on a named pipe says which are new, they are read as files, answered by the
+`Door`, and written back as files. Every backend can do this, nothing listens outside, and a sandbox reaches
+its own session only.
+
+A client that gives up takes its request with it; a stream arrives in one piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from typing import Protocol
+
+from agentrl.types import ExecStatus
+from envs.sandbox.contract import ExecRequest, ExecResult
+from harness.proxy.door import MAX_BODY_BYTES, Door, Request
+
+TAKE_S = 60.0
+"""Longer than `inside` ever leaves a reader of its pipe waiting."""
+HEAD_BYTES = 64 * 1024
+"""For a request's method, path and headers, beside its body."""
+PAUSE_S = 0.1
+"""After a look that found no bridge yet, or none any more."""
+
+
+class Workspace(Protocol):
+    """What the bridge needs of a session: commands and files in its sandbox."""
+
+    def next_exec_id(self) -> str: ...
+
+    async def exec(self, request: ExecRequest) -> ExecResult: ...
+
+    async def read_file(self, path: str, *, max_bytes: int) -> bytes: ...
+
+    async def write_file(self, path: str, data: bytes, *, mode: int) -> None: ...
+
+
+class Bridge:
+    """Carries requests of one sandbox. `folder` is the folder that `inside` was given."""
+
+    def __init__(self, workspace: Workspace, folder: str, door: Door) -> None:
+        self._workspace = workspace
+        self._folder = folder
+        self._door = door
+        self._carrying: dict[int, asyncio.Task[None]] = {}
+        self.carried = 0
+
+    async def run(self) -> None:
+        """Carry until cancelled. Raises `BoundaryError` when the sandbox can not be reached any more."""
+        try:
+            while True:
+                for line in (await self._news()).split():
+                    sign, number = line[:1], line[1:]
+                    if sign == "+" and number.isdigit() and int(number) not in self._carrying:
+                        task = asyncio.create_task(self._carry(int(number)))
+                        self._carrying[int(number)] = task
+                    elif sign == "-" and number.isdigit() and int(number) in self._carrying:
+                        self._carrying[int(number)].cancel()
+                failed = [t for t in self._carrying.values() if t.done() and not t.cancelled()]
+                for task in failed:
+                    task.result()
+        finally:
+            for task in self._carrying.values():
+                task.cancel()
+            await asyncio.gather(*self._carrying.values(), return_exceptions=True)
+
+    async def _news(self) -> str:
+        result = await self._workspace.exec(
+            ExecRequest(
+                exec_id=self._workspace.next_exec_id(),
+                argv=("cat", f"{self._folder}/next"),
+                cwd="/",
+                timeout_s=TAKE_S,
+            )
+        )
+        if result.status is not ExecStatus.EXITED or result.exit_code != 0:
+            await asyncio.sleep(PAUSE_S)  # Not there yet, or the policy broke it: its requests go unanswered.
+            return ""
+        return result.stdout.text()
+
+    async def _carry(self, number: int) -> None:
+        with suppress(OSError, ValueError):  # The policy can spoil files in its sandbox: its own loss.
+            raw = await self._workspace.read_file(
+                f"{self._folder}/out/{number}", max_bytes=MAX_BODY_BYTES + HEAD_BYTES
+            )
+            head, _, body = raw.partition(b"\n")
+            told = json.loads(head)
+            request = Request(
+                method=str(told["method"]),
+                path=str(told["path"]),
+                headers={str(name): str(value) for name, value in dict(told["headers"]).items()},
+                body=body,
+            )
+            response = await self._door.handle(request)
+            content = response.body
+            if not isinstance(content, bytes):
+                content = b"".join([piece async for piece in content])
+            answer = {
+                "status": response.status,
+                "headers": {"content-type": response.content_type, **response.headers},
+            }
+            await self._workspace.write_file(
+                f"{self._folder}/in/{number}", json.dumps(answer).encode() + b"\n" + content, mode=0o644
+            )
+            self.carried += 1
