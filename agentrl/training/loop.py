@@ -31,7 +31,7 @@ from agentrl.learner.batch import Packing
 from agentrl.learner.imitation import ImitationProgress
 from agentrl.learner.step import Learner, LearnerConfig
 from agentrl.store.store import Store
-from agentrl.training import given, places, sampling
+from agentrl.training import given, places, sampling, view
 from agentrl.training.curves import Curves
 from agentrl.training.events import Listener, Noting
 from agentrl.training.folder import RunFolder
@@ -46,8 +46,6 @@ from harness.demonstrator import Habits
 from harness.group import GroupOutcome, GroupRequest
 
 ADMISSIONS_AT_ONCE = 4
-NOT_ADMITTED = "not_admitted"
-"""Fault code of demonstrations on tasks that were never to earn anything: no fault of anybody."""
 KEEP_VERSION_0 = 2**31
 """Only version 0 is a multiple of it: the reference of KL terms and the `before` of every report stays."""
 
@@ -692,7 +690,7 @@ class _Run:
             heldout_before=before,
             heldout_after=after,
             trajectories=len(rows),
-            faults=sum(r.reward is None and r.fault_code != NOT_ADMITTED for r in rows),
+            faults=sum(r.reward is None and r.fault_code != view.NOT_ADMITTED for r in rows),
             calls=sum(r.calls for r in rows),
             calls_checked=verified.calls_checked,
             wall_s=0.0,

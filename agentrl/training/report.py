@@ -326,7 +326,11 @@ def _outcome(phase: str, rows: Sequence[TrajectoryRow]) -> Outcome:
         graded=sum(r.reward is not None for r in rows),
         solved=solved,
         ends={end: count for end, count in parts.items() if count},
-        faults=Counter(f"{r.fault_owner}: {r.fault_code}" for r in rows if r.fault_owner is not None),
+        faults=Counter(
+            f"{r.fault_owner}: {r.fault_code}"
+            for r in rows
+            if r.fault_owner is not None and r.fault_code != view.NOT_ADMITTED
+        ),
         bar=charts.shares(parts, COLOURS, title=f"How {phase} ended"),
     )
 
@@ -400,7 +404,7 @@ def _timing(
 
 
 def _facts(store: Store, run_id: str, rows: Sequence[TrajectoryRow]) -> list[tuple[str, int]]:
-    faults = sum(r.fault_owner is not None for r in rows)
+    faults = sum(r.fault_owner is not None and r.fault_code != view.NOT_ADMITTED for r in rows)
     return [
         ("trajectories", len(rows)),
         ("model calls", sum(r.calls for r in rows)),

@@ -15,7 +15,7 @@ from agentrl.config import RunConfig
 from agentrl.inference.sampler import Sampler
 from agentrl.inference.scripted import Script, ScriptedSampler
 from agentrl.store.store import Store
-from agentrl.training import places
+from agentrl.training import places, view
 from agentrl.training.events import Listener
 from agentrl.types import Group, SamplingParams, Task, Trajectory
 from envs import registry
@@ -166,7 +166,7 @@ def _stream(
 
 
 class Tally:
-    """Running counts for progress lines."""
+    """Running counts for progress lines. What was never to be graded is neither graded nor a fault."""
 
     def __init__(self) -> None:
         self.attempts = 0
@@ -189,7 +189,8 @@ class Tally:
     def _one(self, trajectory: Trajectory) -> None:
         self.attempts += 1
         if trajectory.reward is None:
-            self.faults += 1
+            fault = trajectory.verdict.fault
+            self.faults += fault is None or fault.code != view.NOT_ADMITTED
             return
         self.graded += 1
         self.solved += trajectory.reward >= 1.0

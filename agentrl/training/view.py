@@ -21,6 +21,9 @@ from agentrl.store import Store
 from agentrl.store.rows import RunRow
 from agentrl.types import Action, Evidence, EvidenceKey, Fault, ModelCall, Observation, Trajectory, Turn
 
+NOT_ADMITTED = "not_admitted"
+"""Fault code of demonstrations on tasks that were never to earn anything: no fault of anybody."""
+
 Decode = Callable[[tuple[int, ...]], str]
 
 EVIDENCE_MEANS: Mapping[EvidenceKey, str] = {
