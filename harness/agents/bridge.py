@@ -47,12 +47,29 @@ class Bridge:
         self._folder = folder
         self._door = door
         self._carrying: dict[int, asyncio.Task[None]] = {}
+        self._over = False
         self.carried = 0
 
+    async def finish(self, running: asyncio.Task[None]) -> None:
+        """End `run` without breaking off a command: the reader of the pipe is woken and answers as any other
+        command does, so that nothing in the sandbox has an unknown outcome."""
+        self._over = True
+        if running.done():
+            return
+        await self._workspace.exec(
+            ExecRequest(
+                exec_id=self._workspace.next_exec_id(),
+                argv=("sh", "-c", 'exec 3<>"$0"; echo >&3; sleep 0.1', f"{self._folder}/next"),
+                cwd="/",
+                timeout_s=TAKE_S,
+            )
+        )
+        await asyncio.wait({running}, timeout=TAKE_S + PAUSE_S)
+
     async def run(self) -> None:
-        """Carry until cancelled. Raises `BoundaryError` when the sandbox can not be reached any more."""
+        """Carry until finished. Raises `BoundaryError` when the sandbox can not be reached any more."""
         try:
-            while True:
+            while not self._over:
                 for line in (await self._news()).split():
                     sign, number = line[:1], line[1:]
                     if sign == "+" and number.isdigit() and int(number) not in self._carrying:

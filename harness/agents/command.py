@@ -130,7 +130,9 @@ class CommandAgent:
                 await asyncio.wait({agent}, timeout=GRACE_S)
             if not agent.done():
                 await workspace.write_file(f"{folder}/stop", b"", mode=0o644)
-            return await agent
+            result = await agent
+            await bridge.finish(carrying)
+            return result
         finally:
             for task in (carrying, over, agent):
                 task.cancel()
