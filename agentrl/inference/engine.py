@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from agentrl.errors import BoundaryError, ConfigError, ModelError
 from agentrl.inference.draw import Draw
 from agentrl.inference.sampler import SampleRequest, SampleResult
 from agentrl.inference.slots import SLOT_ATTENTION, DecodeView, PrefillView, Run, SlotStore, plan_runs
+from agentrl.inference.states import EngineState, moved, refused
 from agentrl.types import FinishReason, LogProbKind, VersionSpan
 
 IdArray = NDArray[np.int64]
@@ -54,26 +54,6 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest log-prob difference at start between the slots and a plain forward. An attention that slots do not
 carry is off by much more; other types round more coarsely."""
 PROBE_TOLERANCE_COARSE = 0.5
-
-
-class EngineState(StrEnum):
-    RUNNING = "running"
-    """Requests are admitted and decoded."""
-    PAUSED = "paused"
-    """Rows keep their place; nothing is computed."""
-    UPDATING = "updating"
-    """Weights are being changed."""
-    CLOSED = "closed"
-    """Over; every request is refused."""
-
-
-TRANSITIONS = {
-    EngineState.RUNNING: {EngineState.PAUSED, EngineState.CLOSED},
-    EngineState.PAUSED: {EngineState.RUNNING, EngineState.UPDATING, EngineState.CLOSED},
-    EngineState.UPDATING: {EngineState.PAUSED},
-    EngineState.CLOSED: frozenset[EngineState](),
-}
-"""The whole state machine. Anything else is refused."""
 
 
 @dataclass(slots=True)
@@ -293,6 +273,11 @@ class Engine:
             kept = [row for row in self._waiting if not row.cancelled]
             self.counts.cancelled += len(self._waiting) - len(kept)
             self._waiting = deque(kept)
+
+    def abort_all(self) -> None:
+        """End every row in flight as it stands: its tokens so far, and `FinishReason.ABORT`."""
+        for row in list(self._rows):
+            self._finish(row, FinishReason.ABORT)
 
     def end(self, error: ModelError) -> None:
         """Fail everything and refuse what comes."""
@@ -620,11 +605,7 @@ class Engine:
         self.counts.resumes += 1
 
     def _go(self, state: EngineState) -> None:
-        if state not in TRANSITIONS[self.state]:
-            raise refused(
-                "state", f"the engine is {self.state} and can not become {state}.", "Pair pause and resume."
-            )
-        self.state = state
+        self.state = moved(self.state, state)
 
     def update(self, change: Callable[[], None], version: int) -> None:
         """Change the weights, stamp what follows with `version`, recompute the rows in flight.
@@ -763,11 +744,6 @@ def common_prefix(a: IdArray, b: IdArray) -> int:
 def head_of(ids: IdArray) -> bytes:
     """The first `SHARE_TOKENS` ids as a key, empty when there are fewer."""
     return ids[:SHARE_TOKENS].tobytes() if len(ids) >= SHARE_TOKENS else b""
-
-
-def refused(code: str, message: str, fix: str) -> ModelError:
-    """A request that would fail again the same way."""
-    return ModelError(message, fix=fix, code=code, phase="sample", retryable=False)
 
 
 def _resized(old: Tensor, rows: int, columns: int) -> Tensor:

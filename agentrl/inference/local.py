@@ -27,8 +27,10 @@ from typing import Any
 import torch
 
 from agentrl.errors import ModelError
-from agentrl.inference.engine import Engine, EngineCounts, EngineState, Row, refused
+from agentrl.inference.engine import Engine, EngineCounts, Row
+from agentrl.inference.resume import sample_whole
 from agentrl.inference.sampler import SampleRequest, SampleResult
+from agentrl.inference.states import EngineState, refused
 
 CLOSE_S = 30.0
 """How long `close` waits for the worker: one step, or one weight update."""
@@ -127,12 +129,16 @@ class LocalSampler:
         return self._engine.in_flight + self._engine.waiting + len(self._new_rows)
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        """Sample one generation. Cancelling the awaiting task frees the row at the next step boundary.
+        """Sample one generation. Cancelling the awaiting task frees the row at the next step boundary; one
+        that `abort` ended goes on from the tokens it has.
 
         Raises:
             ModelError: `context` (the prompt leaves no room), `token_id` (an id outside the vocabulary),
                 `empty_prompt`, `deadline`, `nonfinite` (the logits were not numbers), `closed`, `engine`.
         """
+        return await sample_whole(self._leg, request, context=self.max_context)
+
+    async def _leg(self, request: SampleRequest) -> SampleResult:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[SampleResult] = loop.create_future()
         row = self._engine.row(request, lambda outcome: _settle(loop, future, outcome))
@@ -211,6 +217,11 @@ class LocalSampler:
                 )
 
         await self.update_weights(change, version, drain=drain, deadline_s=deadline_s)
+
+    async def abort(self, *, deadline_s: float = 60.0) -> None:
+        """End what is in flight at the next step boundary. `sample` takes it up again with the tokens it
+        has, so callers notice nothing; slots are free in between."""
+        await self._do(self._engine.abort_all, what="abort", deadline_s=deadline_s, urgent=True)
 
     async def pause(self, *, deadline_s: float = 60.0) -> None:
         """Stop computing at the next step boundary; rows keep their place. Refused unless running."""

@@ -16,8 +16,11 @@ from tiny_llama import STOP, VOCAB, model, plain_log_probs, request, sampler, tw
 from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen3Config
 
 from agentrl.errors import ConfigError, ModelError
-from agentrl.inference.engine import Engine, EngineState
+from agentrl.inference.engine import Engine
 from agentrl.inference.local import LocalSampler
+from agentrl.inference.resume import remaining, sample_whole
+from agentrl.inference.sampler import SampleRequest, SampleResult
+from agentrl.inference.states import EngineState
 from agentrl.types import FinishReason, LogProbKind, VersionSpan
 
 TOLERANCE = 2e-5
@@ -774,3 +777,66 @@ def test_a_decode_step_costs_little_more_than_its_forward() -> None:
         engine.step()
     outside = (time.thread_time() - started - inside) / 40
     assert outside < 0.004, f"{outside * 1000:.2f} ms beside the forward of 64 rows"
+
+
+# ------------------------------------------------------------------------------------------------- aborting
+
+
+def test_aborted_rows_go_on_from_the_tokens_they_have_with_a_version_per_token() -> None:
+    """ASY-04, SRV-09: nothing is lost, drawn twice or asked for again beyond the budget."""
+
+    async def work(engine: LocalSampler) -> None:
+        before, after = twin(model(seed=0)), twin(model(seed=3))
+        asked = [request((5, i + 2, 9), id=f"r{i}", session=f"s{i}", max_tokens=200) for i in range(6)]
+        tasks = [asyncio.create_task(engine.sample(one)) for one in asked]
+        for _ in range(3):
+            await until(lambda: engine._engine.in_flight > 0 or all(t.done() for t in tasks))
+            await engine.abort()
+        await engine.publish(after.state_dict(), 1)
+        for one, result in zip(asked, await asyncio.gather(*tasks), strict=True):
+            assert result.request_id == one.id
+            assert result.prompt_token_ids == one.prompt_token_ids
+            assert result.finish_reason is not FinishReason.ABORT
+            assert result.log_probs is not None
+            assert len(result.log_probs) == len(result.token_ids) <= 200
+            ids = result.prompt_token_ids + result.token_ids
+            for span in result.policy_versions:
+                start = len(result.prompt_token_ids) + span.start
+                reference = before if span.version == 0 else after
+                stop = len(result.prompt_token_ids) + span.end
+                plain = plain_log_probs(reference, ids[:stop], start)
+                told = torch.tensor(result.log_probs[span.start : span.end])
+                assert float((plain - told).abs().max()) < TOLERANCE
+        assert engine.counts.requests > len(asked), "some were taken up again"
+
+    run(work)
+
+
+def test_an_engine_that_aborts_whatever_it_sees_is_not_asked_for_ever() -> None:
+    async def leg(asked: SampleRequest) -> SampleResult:
+        return SampleResult(
+            request_id=asked.id,
+            prompt_token_ids=asked.prompt_token_ids,
+            token_ids=(),
+            log_probs=(),
+            log_prob_kind=LogProbKind.PROCESSED,
+            policy_versions=(),
+            finish_reason=FinishReason.ABORT,
+            model="m",
+            started_at=1.0,
+            finished_at=1.0,
+        )
+
+    with pytest.raises(ModelError, match="was aborted 64 times") as caught:
+        asyncio.run(sample_whole(leg, request((1, 2)), context=64))
+    assert caught.value.code == "aborted"
+
+
+@pytest.mark.parametrize(
+    ("context", "prompt", "generated", "left"), [(40, 8, 10, 14), (40, 20, 10, 10), (40, 8, 24, 0)]
+)
+def test_what_a_resumed_generation_may_still_ask_for(
+    context: int, prompt: int, generated: int, left: int
+) -> None:
+    """SRV-09: max_new 24."""
+    assert remaining(max_new=24, generated=generated, context=context, prompt=prompt) == left
