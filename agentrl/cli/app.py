@@ -643,6 +643,34 @@ def doctor(json: Json = False) -> None:
     machine.doctor(as_json=json)
 
 
+@app.command(
+    epilog=examples(
+        "agentrl conform --backend docker",
+        "agentrl conform --backend mypackage.sandboxes:make_backend",
+        "agentrl conform --backend local --only signal --json",
+    ),
+)
+@guarded
+def conform(
+    backend: Annotated[
+        str, typer.Option(help="local, plain, docker, kubernetes, or PACKAGE.MODULE:FACTORY of your own.")
+    ],
+    only: Annotated[str, typer.Option(help="Only promises whose name contains this.")] = "",
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Folder for images. Default: a temporary one.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check that a sandbox backend keeps the contract: exec, time limits, files, diff, isolation, clean-up.
+
+    The factory of a backend of your own is called with a folder and returns the backend. Ends with 1 if a
+    promise is broken.
+    """
+    from agentrl.cli import conform as implementation
+
+    implementation.run(backend, only, state_dir, as_json=json)
+
+
 @bench.command(
     "sandboxes",
     epilog=examples("agentrl bench sandboxes", "agentrl bench sandboxes --backend plain --count 16 --json"),

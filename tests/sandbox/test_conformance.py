@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conformance import KINDS, Case, Kind
 
 from agentrl.errors import SandboxError
+from envs.sandbox.conformance import KINDS, Case, Kind
 from envs.sandbox.contract import Sandbox
 from envs.sandbox.local import LocalBackend
 from envs.sandbox.plain import PlainBackend

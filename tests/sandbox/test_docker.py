@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from conformance import KINDS, Case, Kind
 from engines import containers_of, engine_or_skip, kill_container, mounts_below
 
+from envs.sandbox.conformance import KINDS, Case, Kind
 from envs.sandbox.docker import DockerBackend
 
 pytestmark = pytest.mark.docker

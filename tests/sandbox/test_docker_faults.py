@@ -17,12 +17,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from conformance import quiet, sh
 from engines import Rule, containers_of, docker, engine_or_skip, kill_container, mounts_below, proxied
 
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, TaskError
 from agentrl.types import ExecStatus, SandboxSpec
 from envs.sandbox import docker_disk
+from envs.sandbox.conformance import quiet, sh
 from envs.sandbox.contract import ExecRequest
 from envs.sandbox.docker import DockerBackend
 from envs.sandbox.engine import EngineUnknown

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conformance import Case, sh
 
 from agentrl.errors import SandboxError, SandboxLost
 from agentrl.types import SandboxSpec
 from envs.sandbox import cgroups, namespaces, probe
+from envs.sandbox.conformance import Case, sh
 from envs.sandbox.contract import ExecRequest
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.local import LocalBackend

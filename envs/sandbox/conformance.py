@@ -1,8 +1,8 @@
 """The behaviour that every sandbox backend owes, one kind per function: `await kind(case)`.
 
-A backend's tests make a `Case` and run all `KINDS` on it; kinds marked `isolated` hold only where a kernel
-separates the sandbox from the machine, those marked `memory` only where its memory is limited. Names are
-the promises.
+A backend's tests make a `Case` and run all `KINDS` on it; so does `agentrl conform` for anybody's backend.
+Kinds marked `isolated` hold only where a kernel separates the sandbox from the machine, those marked `memory`
+only where its memory is limited, those marked `murder` need a way to end the agent. Names are the promises.
 """
 
 # ruff: noqa: ASYNC110, ASYNC240  (polling another process and looking at local files is what these tests do)
@@ -13,13 +13,14 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import re
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import pytest
+from typing import Any, Literal
 
 from agentrl.errors import SandboxError, SandboxLost
 from agentrl.types import ExecStatus, SandboxSpec
@@ -34,9 +35,11 @@ from envs.sandbox.contract import (
     FileChange,
     Mount,
     Sandbox,
+    SandboxInfo,
 )
 from envs.sandbox.diff import DiffTooLarge
 
+KIND_DEADLINE_S = 120.0
 SLACK_S = 3.0
 """What a busy two-core machine may add to any wait."""
 SECRET = "a-secret-of-the-host-5f1c"
@@ -48,16 +51,47 @@ class Kind:
     run: Callable[[Case], Awaitable[None]]
     isolated: bool
     memory: bool
+    murder: bool
+
+    def inapplicable(self, case: Case, info: SandboxInfo) -> str | None:
+        """Why it says nothing about this backend; None: it does."""
+        if self.isolated and case.backend.isolation == "none":
+            return "holds only under isolation"
+        if self.memory and "memory" not in info.limits_enforced:
+            return "memory is not limited here"
+        if self.murder and case.kill_agent is None:
+            return "no way to end the agent was given"
+        return None
+
+
+class Caught:
+    """What a `refused` block raised."""
+
+    error: Any = None
+
+
+@contextlib.contextmanager
+def refused(*kinds: type[BaseException], match: str = "") -> Iterator[Caught]:
+    """What is inside must raise one of these, with words that match."""
+    caught = Caught()
+    try:
+        yield caught
+    except kinds as error:
+        caught.error = error
+    if caught.error is None:
+        raise AssertionError(f"nothing was raised, not {' or '.join(kind.__name__ for kind in kinds)}")
+    if not re.search(match, str(caught.error)):
+        raise AssertionError(f"{caught.error!r} does not say '{match}'")
 
 
 KINDS: list[Kind] = []
 
 
 def kind(
-    *, isolated: bool = False, memory: bool = False
+    *, isolated: bool = False, memory: bool = False, murder: bool = False
 ) -> Callable[[Callable[[Case], Awaitable[None]]], Callable[[Case], Awaitable[None]]]:
     def note(run: Callable[[Case], Awaitable[None]]) -> Callable[[Case], Awaitable[None]]:
-        KINDS.append(Kind(run.__name__, run, isolated, memory))
+        KINDS.append(Kind(run.__name__, run, isolated, memory, murder))
         return run
 
     return note
@@ -70,10 +104,14 @@ class Case:
     backend: Backend
     folder: Path
     """Scratch on this machine."""
-    kill_agent: Callable[[Sandbox], None]
+    kill_agent: Callable[[Sandbox], None] | None = None
     """End the agent behind everyone's back."""
     close_s: float = 1.0
     _images: dict[str, str] = field(default_factory=dict)
+
+    def murder(self, box: Sandbox) -> None:
+        assert self.kill_agent is not None
+        self.kill_agent(box)
 
     async def image(self) -> str:
         if "plain" not in self._images:
@@ -307,7 +345,7 @@ async def a_cancelled_exec_kills_its_command(case: Case) -> None:
         while (await box.probe()).processes < 2:
             await asyncio.sleep(0.01)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        with refused(asyncio.CancelledError):
             await task
         assert await quiet(box) == 0
         assert (await sh(box, "echo on")).stdout.head == b"on\n"
@@ -329,14 +367,14 @@ async def kill_all_ends_running_commands_which_say_so(case: Case) -> None:
 @kind()
 async def impossible_requests_are_refused(case: Case) -> None:
     for timeout_s in (-1.0, 0.0, float("nan")):
-        with pytest.raises(ValueError, match="timeout_s"):
+        with refused(ValueError, match="timeout_s"):
             ExecRequest(exec_id="t", command="true", timeout_s=timeout_s)
-    with pytest.raises(ValueError, match="exactly one"):
+    with refused(ValueError, match="exactly one"):
         ExecRequest(exec_id="t", command="true", argv=("true",))
     async with case.sandbox() as box:
-        with pytest.raises(ValueError, match="NUL"):
+        with refused(ValueError, match="NUL"):
             await sh(box, "echo a\0b")
-        with pytest.raises(ValueError, match="NUL"):
+        with refused(ValueError, match="NUL"):
             await box.read_file("a\0b")
         assert (await sh(box, "echo on")).exit_code == 0
 
@@ -453,17 +491,17 @@ async def a_written_file_reads_back_and_belongs_to_the_policy(case: Case) -> Non
 async def unreadable_files_are_typed_errors_and_never_hang(case: Case) -> None:
     async with case.sandbox() as box:
         await sh(box, "mkfifo pipe; head -c 2000 /dev/zero > big; ln -s nowhere dangling")
-        with pytest.raises(FileNotFoundError):
+        with refused(FileNotFoundError):
             await box.read_file("no/such/file")
-        with pytest.raises(FileNotFoundError):
+        with refused(FileNotFoundError):
             await box.read_file("dangling")
-        with pytest.raises(IsADirectoryError):
+        with refused(IsADirectoryError):
             await box.read_file("pkg")
-        with pytest.raises(IsADirectoryError):
+        with refused(IsADirectoryError):
             await box.write_file("pkg", b"")
-        with pytest.raises(ValueError, match="regular"):
+        with refused(ValueError, match="regular"):
             await box.read_file("pipe")
-        with pytest.raises(ValueError, match="1999"):
+        with refused(ValueError, match="1999"):
             await box.read_file("big", max_bytes=1999)
         assert len(await box.read_file("big", max_bytes=2000)) == 2000
 
@@ -475,9 +513,9 @@ async def files_of_the_sandboxs_root_are_closed_to_the_policy(case: Case) -> Non
         if root.stdout.head != b"0\n":
             return  # Only one id is mapped here: root and policy are the same user.
         assert root.exit_code == 0
-        with pytest.raises(PermissionError):
+        with refused(PermissionError):
             await box.read_file("/tmp/key")
-        with pytest.raises(PermissionError):
+        with refused(PermissionError):
             await box.write_file("/logs/verifier/reward.txt", b"1")
         assert (await sh(box, "cat /tmp/key")).exit_code != 0
 
@@ -548,12 +586,12 @@ async def a_diff_of_512_files_is_complete(case: Case) -> None:
         }
 
 
-@kind()
+@kind(murder=True)
 async def a_diff_survives_the_death_of_the_sandbox(case: Case) -> None:
     async with case.sandbox() as box:
         await sh(box, "echo changed > app.py")
-        case.kill_agent(box)
-        with pytest.raises(SandboxLost):
+        case.murder(box)
+        with refused(SandboxLost):
             await sh(box, "true")
         assert [(c.path, c.content) for c in await box.diff()] == [("app.py", b"changed\n")]
 
@@ -562,40 +600,40 @@ async def a_diff_survives_the_death_of_the_sandbox(case: Case) -> None:
 async def a_diff_that_is_too_large_is_the_policys_fault(case: Case) -> None:
     async with case.sandbox() as box:
         await sh(box, "truncate -s 40M sparse")
-        with pytest.raises(DiffTooLarge) as caught:
+        with refused(DiffTooLarge) as caught:
             await box.diff()
-        assert caught.value.owner == "policy"
+        assert caught.error.owner == "policy"
         await sh(box, "rm sparse; d=.; for i in $(seq 80); do d=$d/d; done; mkdir -p $d")
-        with pytest.raises(DiffTooLarge):
+        with refused(DiffTooLarge):
             await box.diff()
 
 
 @kind()
 async def changes_never_leave_the_workdir(case: Case) -> None:
     for path in ("link/planted", "../planted", "/tmp/planted", "pkg/../../planted", "a//b"):
-        with pytest.raises(SandboxError) as caught:
+        with refused(SandboxError) as caught:
             async with case.sandbox(apply=(FileChange(path=path, kind="file", content=b"x"),)):
                 pass
-        assert caught.value.code == "unsafe_path"
+        assert caught.error.code == "unsafe_path"
     assert not Path("/tmp/planted").exists()
 
 
 # ---------------------------------------------------------------------------- loss and ending
 
 
-@kind()
+@kind(murder=True)
 async def a_killed_agent_is_a_lost_sandbox_with_a_post_mortem(case: Case) -> None:
     async with case.sandbox() as box:
         running = asyncio.create_task(sh(box, "sleep 300"))
         await asyncio.sleep(0.3)
-        case.kill_agent(box)
-        with pytest.raises(SandboxLost) as caught:
+        case.murder(box)
+        with refused(SandboxLost) as caught:
             await running
-        assert caught.value.owner == "environment"
-        assert caught.value.evidence
-        with pytest.raises(SandboxLost):
+        assert caught.error.owner == "environment"
+        assert caught.error.evidence
+        with refused(SandboxLost):
             await box.probe()
-        with pytest.raises(SandboxLost):
+        with refused(SandboxLost):
             await box.read_file("app.py")
 
 
@@ -607,9 +645,9 @@ async def closing_is_fast_final_and_repeatable(case: Case) -> None:
         begun = time.monotonic()
         await asyncio.gather(box.close(), box.close())
         assert time.monotonic() - begun < case.close_s
-        with pytest.raises(SandboxLost):
+        with refused(SandboxLost):
             await running
-        with pytest.raises(SandboxLost):
+        with refused(SandboxLost):
             await sh(box, "true")
         await box.close()
 
@@ -617,9 +655,9 @@ async def closing_is_fast_final_and_repeatable(case: Case) -> None:
 @kind()
 async def an_unknown_image_or_a_folder_that_is_missing_is_refused(case: Case) -> None:
     spec = SandboxSpec(image="dir:none")
-    with pytest.raises(SandboxError) as caught:
+    with refused(SandboxError) as caught:
         await case.backend.create(spec, image="dir:none", session="test")
-    assert (caught.value.code, caught.value.phase) == ("image_unknown", "prepare")
+    assert (caught.error.code, caught.error.phase) == ("image_unknown", "prepare")
 
 
 @kind()
@@ -677,7 +715,7 @@ async def a_fork_bomb_hurts_only_its_own_sandbox(case: Case) -> None:
         begun = time.monotonic()
         await boxes[0].close()
         assert time.monotonic() - begun < case.close_s
-        with pytest.raises(SandboxLost):
+        with refused(SandboxLost):
             await again
 
 
@@ -708,7 +746,7 @@ async def a_full_disk_is_the_policys_and_leaves_old_files_whole(case: Case) -> N
         health = await box.probe()
         assert health.disk_free_bytes is not None
         assert health.disk_free_bytes < 1024 * 1024
-        with pytest.raises(OSError, match="space"):
+        with refused(OSError, match="space"):
             await box.write_file("keep.txt", bytes(4 * 1024 * 1024))
         assert await box.read_file("keep.txt") == b"kept"
         assert (await sh(box, "rm /tmp/fill /var/tmp/fill; ls -A")).exit_code == 0
@@ -867,3 +905,54 @@ async def on_the_host_a_sandbox_is_nobody(case: Case) -> None:
             assert all(int(uid) >= 65536 for uid in status["Uid"].split())
         assert int(status["CapEff"], 16) & ~0x1FB == 0
         assert status["NoNewPrivs"] == "1"
+
+
+# ---------------------------------------------------------------------------- the suite as a whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one kind found. `seen`: why it failed, or says nothing here; empty when it passed."""
+
+    name: str
+    outcome: Literal["passed", "failed", "inapplicable"]
+    seen: str
+    seconds: float
+
+
+async def conform(
+    backend: Backend,
+    folder: Path,
+    *,
+    kill_agent: Callable[[Sandbox], None] | None = None,
+    only: str = "",
+    tell: Callable[[Row], None] | None = None,
+) -> tuple[Row, ...]:
+    """Run every kind whose name contains `only`, one after the other. Raises `SandboxError` when the backend
+    can not make even one sandbox; a kind's own failure is a row."""
+    case = Case(backend, folder, kill_agent)
+    async with case.sandbox() as box:
+        info = box.info
+    rows = []
+    for one in [one for one in KINDS if only in one.name]:
+        begun = time.monotonic()
+        seen = one.inapplicable(case, info) or ""
+        outcome: Literal["passed", "failed", "inapplicable"] = "inapplicable" if seen else "passed"
+        if not seen:
+            try:
+                async with asyncio.timeout(KIND_DEADLINE_S):
+                    await one.run(case)
+            except Exception as error:  # whatever somebody's backend does, it is a finding
+                outcome, seen = "failed", _explained(error)
+        rows.append(Row(name=one.name, outcome=outcome, seen=seen, seconds=time.monotonic() - begun))
+        if tell is not None:
+            tell(rows[-1])
+    return tuple(rows)
+
+
+def _explained(error: Exception) -> str:
+    """The promise that was broken, as it stands in this file, and what was said."""
+    where = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == __file__]
+    line = f"line {where[-1].lineno}: {where[-1].line}" if where else ""
+    said = "" if isinstance(error, AssertionError) and not str(error) else f"{type(error).__name__}: {error}"
+    return " · ".join(part for part in (line, said) if part)
