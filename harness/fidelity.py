@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentrl.types import JsonScalar, ModelCall, Trajectory
 
@@ -52,7 +53,7 @@ class Fidelity:
             elif name.startswith(BESIDE) and value:
                 self.beside[name] += value
 
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, Any]:
         """For reports. Shares are of all calls; None when there was none."""
         calls = self.calls
 

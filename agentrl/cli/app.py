@@ -283,6 +283,28 @@ def trajectories_show(
     evidence.show_trajectory(trajectory, store=store, as_json=json)
 
 
+@trajectories.command(
+    "fidelity",
+    epilog=examples(
+        "agentrl trajectories fidelity",
+        "agentrl trajectories fidelity 3f2a --phase train --json",
+    ),
+)
+@guarded
+def trajectories_fidelity(
+    run: Run = None,
+    phase: Annotated[
+        str | None, typer.Option(help="Only of this phase: train, proxy, …", show_default=False)
+    ] = None,
+    store: StoreAt = None,
+    json: Json = False,
+) -> None:
+    """Say how faithfully each harness was recorded: calls exact, forked (and why), refused (and why)."""
+    from agentrl.cli import evidence
+
+    evidence.show_fidelity(run, phase, store=store, as_json=json)
+
+
 @app.command(
     epilog=examples("agentrl verify", "agentrl verify 3f2a", "agentrl verify runs/quickstart-grpo-s1")
 )
@@ -382,6 +404,39 @@ def tasks_show(
     from agentrl.cli import tasks as implementation
 
     implementation.show_task(path, as_json=json)
+
+
+@tasks.command(
+    "play",
+    epilog=examples(
+        "agentrl tasks play tasks/handwritten/fix-lru-order",
+        "agentrl tasks play tasks/handwritten/fix-lru-order --store demos.db --tokenizer path/to/model",
+    ),
+)
+@guarded
+def tasks_play(
+    path: Annotated[Path, typer.Argument(help="A task package: a folder with a task.toml.")],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or hub id whose format is recorded. Default: a small one of the task's texts.",
+            show_default=False,
+        ),
+    ] = None,
+    tool_parser: Annotated[str, typer.Option(help="How the model writes calls.")] = "hermes",
+    backend: Annotated[Backend, typer.Option(help="Where to run.")] = Backend.local,
+    store: Annotated[
+        str | None,
+        typer.Option(help="Keep the attempt in this store, as a demonstration.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Attempt a task yourself: type tool calls, see what they cause, get the reward."""
+    from agentrl.cli import play
+
+    play.play(
+        path, tokenizer=tokenizer, tool_parser=tool_parser, backend=str(backend), store=store, as_json=json
+    )
 
 
 @tasks.command(
@@ -772,6 +827,68 @@ def serve_tenant(
 
     implementation.tenant(
         name, store, weight=weight, max_sessions=max_sessions, max_queue=max_queue, as_json=json
+    )
+
+
+@serve.command(
+    "proxy",
+    epilog=examples(
+        "agentrl serve proxy --model path/to/model",
+        "agentrl serve proxy --server http://gpu-1:8000 --tokenizer path/to/model --tool-parser hermes",
+    ),
+)
+@guarded
+def serve_proxy(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of a model to sample in this process.", show_default=False),
+    ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of a vLLM server to sample from; may be repeated.", show_default=False),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or hub id. Default: that of --model.", show_default=False)
+    ] = None,
+    tool_parser: Annotated[str, typer.Option(help="How the model writes calls.")] = "hermes",
+    temperature: Annotated[float, typer.Option(min=0, help="Of every reply, whatever clients ask.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of one reply, at most.")] = 4096,
+    obey_client: Annotated[
+        bool, typer.Option("--obey-client", help="Sample as clients ask (temperature, top_p, top_k, seed).")
+    ] = False,
+    split_reasoning: Annotated[
+        bool, typer.Option("--split-reasoning", help="Send what stands before </think> apart.")
+    ] = False,
+    version: Annotated[int, typer.Option(min=0, help="Policy version of --model.")] = 0,
+    dir: Annotated[Path, typer.Option(help="Folder of what is recorded.")] = Path("runs/proxy"),
+    store: Annotated[
+        str | None, typer.Option(help="Store URL. Default: store.db in the folder.", show_default=False)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8090,
+    json: Json = False,
+) -> None:
+    """Serve a model to any OpenAI or Anthropic client and record every call as exact tokens.
+
+    Needs `pip install 'agentrl[serve]'`. Each session has its own base URL and key and is one trajectory.
+    """
+    from agentrl.cli import serve as implementation
+
+    implementation.proxy(
+        model,
+        server or [],
+        tokenizer,
+        tool_parser=tool_parser,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        obey_client=obey_client,
+        split_reasoning=split_reasoning,
+        version=version,
+        folder=dir,
+        store=store,
+        host=host,
+        port=port,
+        as_json=json,
     )
 
 

@@ -17,6 +17,7 @@ from agentrl.store.rows import RunRow, RunState, TrajectoryRow
 from agentrl.training import report as page
 from agentrl.training import view
 from agentrl.types import EvidenceKey
+from harness import fidelity
 
 MARK = {True: "holds", False: "broken", None: "unknown"}
 
@@ -92,6 +93,38 @@ def show_trajectory(trajectory: str, *, store: str | None, as_json: bool) -> Non
         ]
         facts["tests"] = [{"name": n, "outcome": o, "message": m} for n, o, m in seen.tests]
         output.emit({**facts, "store": here.url})
+
+
+def show_fidelity(run: str | None, phase: str | None, *, store: str | None, as_json: bool) -> None:
+    """A line per harness: how many of its calls are exact, forked (why), refused (why)."""
+    with locate.run_in(run, store) as (here, row):
+        rows = [found.facts() for found in fidelity.by_harness(here.iter_trajectories(row.id, phase=phase))]
+        if as_json:
+            output.emit({"run": row.id, "store": here.url, "harnesses": rows})
+            return
+        output.table(
+            ("harness", "trajectories", "calls", "exact", "forked", "refused", "beside"),
+            [
+                (
+                    r["harness"],
+                    r["trajectories"],
+                    r["calls"],
+                    output.share(r["exact_share"]),
+                    _counted(r["forked_share"], r["forked"]),
+                    _counted(r["refused_share"], r["refused"]),
+                    _counted(None, r["beside"]),
+                )
+                for r in rows
+            ],
+            numbers=("trajectories", "calls", "exact"),
+        )
+
+
+def _counted(share: float | None, counts: dict[str, int]) -> str:
+    """A share with what it is made of."""
+    named = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
+    told = "" if share is None else output.share(share)
+    return f"{told} ({named})".strip() if named else told
 
 
 def verify(run: str | None, key: Path | None, *, store: str | None, as_json: bool) -> None:

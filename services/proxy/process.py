@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Serving:
 
 def serve(
     *,
-    sampler: Sampler,
+    connect: Callable[[], Awaitable[tuple[Sampler, int]]],
     chat: ChatFormat,
     folder: Path,
     store_url: str,
@@ -55,6 +55,7 @@ def serve(
     """Serve until a signal. Call it from the main thread.
 
     Args:
+        connect: makes the policy in the server's event loop; with it, how many tokens it holds.
         folder: where the tokenizer is kept, so that what is recorded can be read again.
 
     Raises:
@@ -70,29 +71,30 @@ def serve(
         ) from error
     with listening, Store.open(store_url) as store:
         run = store.begin_run(
-            name,
-            config={"run": {"name": name, "dir": str(folder)}, "model": sampler.model},
-            algo=PHASE,
-            seed=0,
+            name, config={"run": {"name": name, "dir": str(folder.absolute())}}, algo=PHASE, seed=0
         )
 
         def kept(trajectory: Trajectory) -> None:
             if trajectory.calls:
                 store.add_trajectory(run.id, trajectory, phase=PHASE)
 
-        signing_key = settings.signing_key or secrets.token_bytes(32)
-        sessions = Sessions(
-            sampler,
-            chat,
-            replace(settings, signing_key=signing_key),
-            prefix=f"{run.id}-p",
-            kept=kept,
-        )
         admin_key = secrets.token_urlsafe(24)
         shown_host = f"[{host}]" if ":" in host else host
         url = f"http://{shown_host}:{listening.getsockname()[1]}"
 
         async def run_server() -> None:
+            sampler, context = await connect()
+            sessions = Sessions(
+                sampler,
+                chat,
+                replace(
+                    settings,
+                    max_context=min(settings.max_context, context),
+                    signing_key=settings.signing_key or secrets.token_bytes(32),
+                ),
+                prefix=f"{run.id}-p",
+                kept=kept,
+            )
             server = uvicorn.Server(
                 uvicorn.Config(
                     create_app(sessions, admin_key=admin_key),
@@ -115,10 +117,10 @@ def serve(
                 )
                 await server.serve(sockets=[listening])
             finally:
+                sessions.close_all()
                 await sampler.close()
 
         try:
             asyncio.run(run_server())
         finally:
-            sessions.close_all()
             store.finish_run(run.id)
