@@ -41,6 +41,7 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "attempt-verify-revise": "envs.builtin.revise:AttemptVerifyRevise",
         "calculator": "envs.builtin.calculator:Calculator",
         "mcp": "envs.adapters.mcp_client:Mcp",
+        "openenv": "envs.adapters.openenv_client:OpenEnv",
         "python": "envs.builtin.python:ENVIRONMENT",
         "search": "envs.builtin.search:Search",
         "simulated-search": "envs.builtin.simulated:SimulatedSearch",

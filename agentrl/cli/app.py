@@ -349,6 +349,15 @@ def runs_show(run: Run = None, store: StoreAt = None, json: Json = False) -> Non
     evidence.show_run(run, store=store, as_json=json)
 
 
+@runs.command("profile", epilog=examples("agentrl runs profile", "agentrl runs profile 3f2a --json"))
+@guarded
+def runs_profile(run: Run = None, store: StoreAt = None, json: Json = False) -> None:
+    """Show where the updates of a run spent their time: data, forward, backward, optimizer, publishing."""
+    from agentrl.cli import learning
+
+    learning.profile_run(run, store=store, as_json=json)
+
+
 @app.command(epilog=examples("agentrl report", "agentrl report 3f2a --out report.html"))
 @guarded
 def report(
@@ -472,63 +481,104 @@ def tasks_validate(
     )
 
 
-@tasks.command(
-    "synth",
+synth = group(
+    "Generate suites of task packages.",
+    "agentrl tasks synth swe-mini --out /tmp/suite --train 20 --heldout 5",
+    "agentrl tasks synth repo inflection==0.5.1 path/to/checkout --out /tmp/bugs",
+)
+
+
+@synth.command(
+    "swe-mini",
     epilog=examples("agentrl tasks synth swe-mini --out /tmp/suite --train 100 --heldout 20 --seed 7"),
 )
 @guarded
-def tasks_synth(
-    suite: Annotated[str, typer.Argument(help="swe-mini: small Python repositories with one bug each.")],
+def tasks_synth_swe_mini(
     out: Annotated[Path, typer.Option(help="Folder to write the packages into.")],
     train: Annotated[int, typer.Option(min=0, help="Tasks to train on.")] = 100,
     heldout: Annotated[int, typer.Option(min=0, help="Tasks that no seed ever trains on.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes.")] = 1,
     json: Json = False,
 ) -> None:
-    """Generate a suite of task packages that a person can read."""
+    """Generate small Python repositories with one wrong line each, that a person can read."""
     from agentrl.cli import tasks as implementation
 
-    implementation.synth(suite, out, train=train, heldout=heldout, seed=seed, as_json=json)
+    implementation.synth(out, train=train, heldout=heldout, seed=seed, as_json=json)
 
 
-@tasks.command(
-    "import",
+@synth.command(
+    "repo",
     epilog=examples(
-        "agentrl tasks import swebench rows.jsonl suite",
-        "agentrl tasks import terminal-bench original-tasks suite --split heldout",
+        "agentrl tasks synth repo inflection==0.5.1 --out /tmp/bugs",
+        "agentrl tasks synth repo toolz==1.0.0 path/to/checkout --out /tmp/bugs --per-project 50 --at-once 8",
+        "agentrl tasks synth repo humanize==4.12.3 --out /tmp/bugs --image python:3.12-slim --json",
     ),
 )
 @guarded
-def tasks_import(
-    format: TaskFormat,
-    src: Annotated[Path, typer.Argument(help="A file of rows, or a folder.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write the packages into.")],
-    split: Annotated[
-        Split | None, typer.Option(help="Of every task. Default: what the source says, else train.")
+def tasks_synth_repo(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...", help="NAME==VERSION from pip's index, or the folder of a checkout."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the admitted packages; what is there is kept.")],
+    per_project: Annotated[int, typer.Option(min=1, help="Tasks per project, at most.")] = 30,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed tries the same bugs.")] = 1,
+    repeats: Annotated[
+        int, typer.Option(min=2, help="Runs of the tests, of the solution and of the empty attempt.")
+    ] = 3,
+    light: Annotated[
+        bool, typer.Option("--light", help="Admit after one run each, without the exploit battery.")
+    ] = False,
+    extra: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="REQUIREMENT", help="A package that tests need; may be repeated."),
+    ] = None,
+    image: Annotated[
+        str,
+        typer.Option(
+            help="Base image of the Dockerfile; scratch: workspace files only, over a backend's own."
+        ),
+    ] = "scratch",
+    backend: Annotated[Backend, typer.Option(help="Where the projects' code runs.")] = Backend.local,
+    at_once: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sandboxes at the same time. Default: the cores.", show_default=False),
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Downloads, measurements, quarantine. Default: OUT.work.", show_default=False),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Where admissions are kept. Default: store.db in the work folder.", show_default=False
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Read tasks of another format and write a package for each.
+    """Put bugs into real projects and make tasks of those that their tests notice.
 
-    Whatever else a row or folder holds is kept, so that `tasks export` writes it again.
+    Stops cleanly on Ctrl-C; the same command goes on where it stopped. Ends with 1 if no task was admitted.
     """
-    from agentrl.cli import formats
+    from agentrl.cli import synth as implementation
 
-    formats.import_tasks(format, src, out, split=None if split is None else str(split), as_json=json)
-
-
-@tasks.command("export", epilog=examples("agentrl tasks export swebench suite rows.jsonl"))
-@guarded
-def tasks_export(
-    format: TaskFormat,
-    src: Annotated[Path, typer.Argument(help="A folder with task packages somewhere below it.")],
-    out: Annotated[Path, typer.Argument(help="File (.jsonl, .json, .parquet) or folder to write.")],
-    json: Json = False,
-) -> None:
-    """Write task packages in another format."""
-    from agentrl.cli import formats
-
-    formats.export_tasks(format, src, out, as_json=json)
+    implementation.repo(
+        sources,
+        out,
+        work=work,
+        per_project=per_project,
+        seed=seed,
+        repeats=repeats,
+        light=light,
+        extra=extra or [],
+        image=image,
+        backend=str(backend),
+        at_once=at_once,
+        store=store,
+        as_json=json,
+    )
 
 
 # ---------------------------------------------------------------------------------------------- environments
@@ -744,6 +794,38 @@ def bench_sandboxes(
     machine.bench_sandboxes(str(backend), count, commands, at_once, as_json=json)
 
 
+@bench.command(
+    "learner",
+    epilog=examples(
+        "agentrl bench learner --model models/smollm2 --trl /opt/trl/bin/python",
+        "agentrl bench learner --layers 4 --sides shared,packed --scaling ''",
+    ),
+)
+@guarded
+def bench_learner(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder of a model. Default: random weights of SmolLM2-135M's shape."),
+    ] = None,
+    trl: Annotated[
+        str | None, typer.Option(help="A Python that has TRL and agentrl. Default: this one.")
+    ] = None,
+    sides: Annotated[str, typer.Option(help="Which, of these.")] = "shared,packed,trl,plain",
+    layers: Annotated[int | None, typer.Option(min=1, help="Cut the model to its first layers.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Steps of each side; medians are told.")] = 5,
+    scaling: Annotated[
+        str, typer.Option(help="Tokens of one trajectory to step on; empty: none.")
+    ] = "1024,2048,4096,8192,16384",
+    out: Annotated[Path | None, typer.Option(help="Write all numbers here as JSON.")] = None,
+) -> None:
+    """Time one policy step on stored multi-turn groups beside TRL and beside one row per call."""
+    from agentrl.cli import learning
+
+    given = {"model": model, "trl": trl, "layers": layers, "out": out, "repeats": repeats}
+    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    learning.bench_learner([*options, f"--sides={sides}", f"--scaling={scaling}"])
+
+
 # --------------------------------------------------------------------------------------------------- serving
 
 
@@ -894,6 +976,7 @@ def serve_proxy(
 
 app.add_typer(trajectories, name="trajectories")
 app.add_typer(runs, name="runs")
+tasks.add_typer(synth, name="synth")
 app.add_typer(tasks, name="tasks")
 app.add_typer(envs, name="envs")
 app.add_typer(bench, name="bench")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from rich.markup import escape
 from agentrl.cli import output
 from agentrl.cli.boundary import FAILED
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.types import to_json
+from agentrl.types import Verdict, to_json
 from envs import conformance, registry, scaffold
+from envs.adapters.attempts import Attempts
 from envs.builtin.packages import PackagedEnvironment
+from envs.sandbox.backends import checked
 from envs.sandbox.local import LocalBackend
 from envs.sandbox.plain import PlainBackend
 
@@ -131,18 +134,53 @@ def check(reference: str, *, seeds: int, backend: str, as_json: bool) -> None:
         raise typer.Exit(FAILED)
 
 
-def serve(reference: str, seed: int, *, as_json: bool) -> None:
-    """Serve one attempt as MCP tools on stdin and stdout; the verdict goes to stderr."""
+def serve(
+    reference: str,
+    seed: int,
+    *,
+    protocol: str,
+    backend: str,
+    host: str,
+    port: int,
+    sessions: int,
+    as_json: bool,
+) -> None:
+    """Serve attempts: one as MCP tools on stdin and stdout, or any number on OpenEnv's protocol."""
     found = registry.get(reference)
-    if isinstance(found, PackagedEnvironment):
-        raise ConfigError(f"{reference} needs a sandbox.", fix="Serve a tool environment: agentrl envs list.")
+    place = checked(backend) if isinstance(found, PackagedEnvironment) else None
     try:
-        from envs.adapters.mcp_server import serve_stdio
+        if protocol == "openenv":
+            _serve_openenv(Attempts(found, place), host=host, port=port, sessions=sessions, as_json=as_json)
+        else:
+            _serve_mcp(Attempts(found, place), seed, as_json=as_json)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"Serving needs {error.name}.", fix="pip install 'agentrl[mcp]'") from error
-    verdict = asyncio.run(serve_stdio(found, seed))
+        extra = "serve" if protocol == "openenv" else "mcp"
+        raise ConfigError(f"Serving needs {error.name}.", fix=f"pip install 'agentrl[{extra}]'") from error
+
+
+def _serve_mcp(attempts: Attempts, seed: int, *, as_json: bool) -> None:
+    from envs.adapters.mcp_server import serve_stdio
+
+    async def run() -> Verdict:
+        async with attempts:
+            return await serve_stdio(attempts, seed)
+
+    verdict = asyncio.run(run())
     told = to_json(verdict).decode() if as_json else f"reward {verdict.reward}"
     typer.echo(told, err=True)
+
+
+def _serve_openenv(attempts: Attempts, *, host: str, port: int, sessions: int, as_json: bool) -> None:
+    from services import openenv
+
+    def announce(url: str) -> None:
+        if as_json:
+            output.emit({"url": url, "environment": attempts.environment.name, "sessions": sessions})
+            sys.stdout.flush()
+            return
+        output.say(f"[bold green]Serving[/] {escape(attempts.environment.name)} at {url}, {sessions} at once")
+
+    openenv.serve(attempts, host=host, port=port, sessions=sessions, announce=announce)
 
 
 def _packages(found: PackagedEnvironment, *, seeds: int, backend: str) -> tuple[conformance.Check, ...]:

@@ -1,7 +1,7 @@
-"""A tool environment served as MCP tools, by the official `mcp` package. Extra `mcp`.
+"""An environment served as MCP tools, by the official `mcp` package. Extra `mcp`.
 
 One server is one attempt at the problem of one seed: the instruction is the server's `instructions`, and its
-tools are the environment's, with the same schemas and answers. What the policy gets wrong is a result with
+tools are those of the task, with the same schemas and answers. What the policy gets wrong is a result with
 `is_error`; a fault of the environment is a protocol error and ends the attempt. `verdict` judges it.
 """
 
@@ -16,19 +16,20 @@ from mcp.server.stdio import stdio_server
 
 from agentrl.errors import BoundaryError
 from agentrl.types import Action, Termination, Verdict
-from envs.environment import ToolEnvironment
-from envs.inprocess import EnvironmentSession, admit
+from envs.adapters.attempts import Attempts
+from envs.inprocess import EnvironmentSession
+from envs.session import Session
 
 INTERNAL_ERROR = -32603
 """JSON-RPC's code for a failure of the server."""
-_SIGNING_KEY = b"mcp"
-"""Verdicts are not kept here; the signature is only checked in stored runs."""
+VERDICT_DEADLINE_S = 600.0
+"""A packaged task runs its tests before it has a verdict."""
 
 
 class Served:
     """An open attempt and its MCP server. Made by `open`; `close` always."""
 
-    def __init__(self, session: EnvironmentSession) -> None:
+    def __init__(self, session: Session | EnvironmentSession) -> None:
         self.session = session
         self.server: Server[Any] = Server(
             f"agentrl-{session.task.id.partition('/')[0]}",
@@ -39,15 +40,9 @@ class Served:
         self._calls = 0
 
     @classmethod
-    async def open(cls, environment: ToolEnvironment, seed: int) -> Served:
-        """Admit the problem of the seed and open a session on it. Raises `BoundaryError`."""
-        task = environment.task(seed)
-        proof = await admit(task, environment, backend="mcp", light=True)
-        return cls(
-            await EnvironmentSession.open(
-                task, environment, session_id=f"mcp-{seed}", signing_key=_SIGNING_KEY, admission=proof
-            )
-        )
+    async def open(cls, attempts: Attempts, seed: int) -> Served:
+        """Open a session on the problem of the seed. Raises `BoundaryError`."""
+        return cls(await attempts.open(seed, name=f"mcp-{seed}"))
 
     async def _list(self, context: Any, params: Any) -> types.ListToolsResult:
         functions = [schema["function"] for schema in self.session.tools]
@@ -80,13 +75,13 @@ class Served:
         await self.session.close()
 
 
-async def serve_stdio(environment: ToolEnvironment, seed: int) -> Verdict:
+async def serve_stdio(attempts: Attempts, seed: int) -> Verdict:
     """Serve one attempt over stdin and stdout until the client goes; its verdict."""
-    served = await Served.open(environment, seed)
+    served = await Served.open(attempts, seed)
     try:
         async with stdio_server() as (read, write):
             await served.server.run(read, write, served.server.create_initialization_options())
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(VERDICT_DEADLINE_S):
             return await served.verdict()
     finally:
         await served.close()

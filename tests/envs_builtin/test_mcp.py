@@ -18,6 +18,7 @@ from mcp import Client, MCPError, StdioServerParameters, types
 from agentrl.errors import SandboxError
 from agentrl.types import EvidenceKey, Termination
 from envs import registry
+from envs.adapters.attempts import Attempts
 from envs.adapters.mcp_server import Served
 from envs.environment import ToolEnvironment, of_class
 from envs.inprocess import EnvironmentSession, admit
@@ -72,7 +73,7 @@ def calculator() -> ToolEnvironment:
 
 def test_the_official_client_solves_our_calculator_in_process() -> None:
     async def run() -> None:
-        served = await Served.open(calculator(), 5)
+        served = await Served.open(Attempts(calculator()), 5)
         problem = served.session.problem
         async with Client(served.server) as client:
             assert client.instructions == problem.instruction
@@ -94,7 +95,7 @@ def test_the_official_client_solves_our_calculator_in_process() -> None:
 
 def test_a_fault_of_the_environment_is_an_error_of_the_protocol() -> None:
     async def run() -> None:
-        served = await Served.open(of_class(Plain), 0)
+        served = await Served.open(Attempts(of_class(Plain)), 0)
         async with Client(served.server) as client:
             with pytest.raises(MCPError, match="Fault of the environment"):
                 await client.call_tool("crash", {})

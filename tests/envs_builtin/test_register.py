@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -33,25 +34,92 @@ def commands() -> list[str]:
     ]
 
 
-def run(words: list[str], folder: Path, site: Path) -> str:
-    place = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+def run(words: list[str], folder: Path, site: Path | None = None) -> str:
+    place = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if site is None else {"PYTHONPATH": str(site)})
     done = subprocess.run(
-        words, cwd=folder, env=place, capture_output=True, text=True, timeout=120, check=False
+        words, cwd=folder, env=place, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def install(package: Path, site: Path) -> None:
-    """What `pip install` leaves of a pure package, without a package index: its module and its metadata."""
-    site.mkdir()
-    (site / "my_game.py").write_text((package / "my_game.py").read_text())
-    facts = site / "my_game-0.1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my-game\nVersion: 0.1.0\n")
-    wanted = re.search(r'environments"\]\nmy-game = "(.*)"', (package / "pyproject.toml").read_text())
-    assert wanted is not None
-    (facts / "entry_points.txt").write_text(f"[agentrl.environments]\nmy-game = {wanted[1]}\n")
+MINE = '''\
+"""The environment `my-game`: open a safe whose dial says which way to turn."""
+
+import random
+
+from envs.environment import Grade, Problem, Refused, Step, environment, tool
+
+
+@environment("my-game")
+class MyGame:
+    """Open a safe with a dial from 0 to 99."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._combination: list[int] = []
+        self._turned: list[int] = []
+
+    @staticmethod
+    def problem(seed: int) -> Problem:
+        """The same seed, the same safe."""
+        rng = random.Random(f"my-game/{seed}")
+        combination = [rng.randint(10, 99) for _ in range(2)]
+        return Problem(
+            instruction=f"Open safe {rng.randint(100, 999)}: it has {len(combination)} numbers.",
+            data={"combination": combination},
+            gold=(
+                *(Step(tool="turn", arguments={"number": number}) for number in combination),
+                Step(tool="open"),
+            ),
+            secrets=(" ".join(str(number) for number in combination),),
+        )
+
+    def reset(self, problem: Problem) -> None:
+        """Begin."""
+        self._combination = problem.data["combination"]
+
+    @tool
+    def turn(self, number: int) -> str:
+        """Turn the dial to a number.
+
+        number: from 0 to 99
+        """
+        if not 0 <= number <= 99:
+            raise Refused("The dial has the numbers 0 to 99.")
+        at = len(self._turned)
+        if at == len(self._combination):
+            raise Refused("All numbers are set: open it.")
+        if number != self._combination[at]:
+            return "further right" if number < self._combination[at] else "further left"
+        self._turned.append(number)
+        return "click"
+
+    @tool
+    def open(self) -> str:
+        """Try to open the safe. This ends the attempt."""
+        self.done = True
+        return "It opens." if self._turned == self._combination else "It stays shut."
+
+    def grade(self) -> Grade:
+        """Open or not; the share of numbers found is noted and not rewarded."""
+        opened = float(self.done and self._turned == self._combination)
+        return Grade(
+            reward=opened,
+            components={"open": opened, "found": len(self._turned) / len(self._combination)},
+        )
+'''
+"""What somebody might write who read the section and the file that `agentrl envs new` left them."""
+
+
+def environment_of_their_own(folder: Path) -> Path:
+    """A fresh virtual environment where agentrl and what it needs can be imported; its `bin`."""
+    run([sys.executable, "-m", "venv", "--without-pip", str(folder)], folder.parent)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "agentrl-of-the-tests.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n"
+    )
+    return folder / "bin"
 
 
 def test_a_newcomer_who_follows_the_readme_trains_on_their_own_environment(tmp_path: Path) -> None:
@@ -63,24 +131,26 @@ def test_a_newcomer_who_follows_the_readme_trains_on_their_own_environment(tmp_p
         "agentrl envs check my-game",
         "agentrl train my-game.toml",
     ]
-    agentrl = [sys.executable, "-m", "agentrl.cli.main"]
-    site = tmp_path / "site"
-    run([*agentrl, *shlex.split(told[0])[1:]], tmp_path, site)
-    install(tmp_path / "my-game", site)
-    listed = run([*agentrl, *shlex.split(told[2])[1:]], tmp_path, site)
+    bin = environment_of_their_own(tmp_path / "venv")
+    agentrl = [str(bin / "python"), "-m", "agentrl.cli.main"]
+    run([*agentrl, *shlex.split(told[0])[1:]], tmp_path)
+    # The package index is left alone: everything that the package needs is there already.
+    pip = [sys.executable, "-m", "pip", "--python", str(bin / "python"), "--disable-pip-version-check"]
+    run([*pip, *shlex.split(told[1])[1:], "--no-deps", "--no-build-isolation", "--quiet"], tmp_path)
+    listed = run([*agentrl, *shlex.split(told[2])[1:]], tmp_path)
     assert re.search(r"^my-game\tmy-game\tis_larger, submit", listed, re.MULTILINE), listed
-    checked = run([*agentrl, *shlex.split(told[3])[1:], "--json"], tmp_path, site)
-    assert json.loads(checked)["passed"] is True
+    (tmp_path / "my-game" / "my_game.py").write_text(MINE)
+    checked = json.loads(run([*agentrl, *shlex.split(told[3])[1:], "--json"], tmp_path))
+    assert checked["passed"] is True, checked
     (run_file,) = re.findall(r"```toml\n(.*?)```", section(), re.DOTALL)
     (tmp_path / "my-game.toml").write_text(run_file)
     smaller = ["tasks.train=4", "tasks.heldout=1", "coldstart.demonstrations=2", "coldstart.epochs=1"]
-    smaller += ["train.updates=1", "rollout.groups=1", "rollout.group_size=2", "rollout.max_tokens=24"]
+    smaller += ["train.updates=2", "rollout.groups=1", "rollout.group_size=2", "rollout.max_tokens=24"]
     smaller += ["policy.small.layers=2", "policy.small.hidden_size=128", "eval.tasks=1"]
     sets = [word for each in smaller for word in ("--set", each)]
-    trained = run([*agentrl, *shlex.split(told[4])[1:], *sets, "--json"], tmp_path, site)
-    summary = json.loads(trained)
+    summary = json.loads(run([*agentrl, *shlex.split(told[4])[1:], *sets, "--json"], tmp_path))
     assert summary["faults"] == 0
-    assert summary["trajectories"] == 2 + 2 + 2
+    assert summary["trajectories"] == 2 + 2 * 2 + 2, "shown, two updates of a group of two, eval twice"
 
 
 def test_the_scaffold_holds_its_own_test_and_passes_it(tmp_path: Path) -> None:
