@@ -1,14 +1,17 @@
 """A task and a backend to an `Admission`: proof that the task can be graded there, or why it is quarantined.
 
-Full: the solution passes and the untouched workspace fails, each several times, every time; then a battery
-of known exploits is laid over the broken workspace, and none may earn a reward. Light, for generated suites
-whose generator is known to make valid tasks: one run each and no battery; the record says so. Nothing here
-trusts a message of the sandbox: the verifier that grades policies decides what passes.
+Full: the solution passes and the untouched workspace fails, each several times, every time, and well within
+the verifier's deadline; then a battery of known exploits is laid over the broken workspace, and none may earn
+a reward. An exploit of which nothing survives the task's protected paths is the empty attempt, which was seen
+to fail, and is not run again. Light, for generated suites whose generator is known to make valid tasks: one
+run each and no battery; the record says so. Nothing here trusts a message of the sandbox: the verifier that
+grades policies decides what passes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +28,8 @@ from envs.session import prepare
 SOLUTION_TARGET = "/solution"
 SOLVE_TIMEOUT_S = 300.0
 CREATE_DEADLINE_S = 120.0
+DEADLINE_SHARE = 0.8
+"""A verification that takes a larger share of the verifier's deadline will some day not make it."""
 
 _PRINT_AND_EXIT = """\
 import os, sys
@@ -39,6 +44,29 @@ try:
 except OSError:
     pass
 os._exit(0)
+"""
+_PATCHED = """\
+import sys, unittest
+
+
+def nothing(self, *args, **kwargs):
+    return None
+
+
+unittest.TestCase.run = unittest.TestCase.__call__ = nothing
+unittest.TestCase._baseAssertEqual = unittest.TestCase.fail = nothing
+try:
+    import _pytest.python, _pytest.runner, _pytest.unittest
+    _pytest.python.Function.runtest = _pytest.unittest.TestCaseFunction.runtest = nothing
+    _pytest.runner.pytest_runtest_call = nothing
+except ImportError:
+    pass
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return nothing
 """
 _ALWAYS = """\
 import builtins, sys
@@ -98,7 +126,10 @@ def attacks(task: Task) -> tuple[Attack, ...]:
     files."""
     root = workspace(Path(task.path) / "environment")
     modules = sorted(p.relative_to(root) for p in root.rglob("*.py"))
-    sources = [str(p) for p in modules if not p.name.startswith("test_") and p.name != "__init__.py"]
+    kept = [str(p) for p in modules if not p.name.startswith("test_")]
+    guarded = tuple(task.grader.protected_paths)
+    kept = [p for p in kept if not any(p == g or p.startswith(g + "/") for g in guarded)]
+    sources = [p for p in kept if Path(p).name != "__init__.py"] or kept
     tests = sorted(
         {name.partition("::")[0] for name in (*task.grader.fail_to_pass, *task.grader.pass_to_pass)}
     )
@@ -143,7 +174,12 @@ def attacks(task: Task) -> tuple[Attack, ...]:
         )
         battery.append(Attack(name="replaced_tests", changes=tuple({c.path: c for c in replaced}.values())))
         battery.append(Attack(name="symlinked_tests", changes=links))
-    for name, text in (("exit_zero", _PRINT_AND_EXIT), ("always_equal", _ALWAYS), ("forged_results", _FORGE)):
+    for name, text in (
+        ("exit_zero", _PRINT_AND_EXIT),
+        ("always_equal", _ALWAYS),
+        ("patched_framework", _PATCHED),
+        ("forged_results", _FORGE),
+    ):
         if sources:
             changed = tuple(_file(path, text) for path in sources)
             battery.append(Attack(name=name, changes=changed))
@@ -164,20 +200,28 @@ async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool =
     image = await prepare(task, backend)
     reasons: list[str] = []
     tried: list[str] = []
-    slowest = 0.0
+    runtimes: list[float] = []
     try:
         gold = await _solution(task, backend, image)
         for number in range(repeats):
             for label, changes, wanted in (("solution", gold, True), ("empty", (), False)):
                 begun = time.monotonic()
                 passed, why = await _passes(task, backend, image, changes, f"admit-{label}-{number}")
-                slowest = max(slowest, time.monotonic() - begun)
+                runtimes.append(time.monotonic() - begun)
                 if passed is not wanted:
                     reasons.append(
                         f"{label}: {'passes' if passed else 'does not pass'} in run {number + 1}: {why}"
                     )
+        if not reasons and max(runtimes) > DEADLINE_SHARE * task.grader.timeout_s:
+            reasons.append(
+                f"deadline: a verification took {max(runtimes):.1f} s of {task.grader.timeout_s:g} s;"
+                f" set verifier.timeout_sec to {math.ceil(max(runtimes) / DEADLINE_SHARE)} or more"
+            )
         if not light and not reasons:
             for attack in attacks(task):
+                if not grading.gradable(attack.changes, task.grader.protected_paths)[0]:
+                    tried.append(attack.name)
+                    continue
                 passed, _ = await _passes(task, backend, image, attack.changes, f"admit-attack-{attack.name}")
                 if passed:
                     reasons.append(f"exploit {attack.name}: earns a reward")
@@ -197,7 +241,8 @@ async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool =
         repeats=repeats,
         reasons=tuple(reasons),
         attacks=tuple(tried),
-        runtime_s=round(slowest or time.monotonic() - started, 3),
+        runtime_s=round(max(runtimes, default=time.monotonic() - started), 3),
+        runtimes_s=tuple(round(seconds, 3) for seconds in sorted(runtimes)),
         admitted_at=time.time(),
     )
 

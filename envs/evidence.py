@@ -55,6 +55,8 @@ class Admission:
     """Exploits that were tried and earned nothing."""
     runtime_s: float
     """Longest verification seen, for deadlines and packing."""
+    runtimes_s: tuple[float, ...] = ()
+    """How long each verification of the solution and of the empty attempt took, the shortest first."""
     admitted_at: float
 
 

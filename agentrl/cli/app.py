@@ -581,6 +581,46 @@ def tasks_synth_repo(
     )
 
 
+@tasks.command(
+    "import",
+    epilog=examples(
+        "agentrl tasks import swebench rows.jsonl suite",
+        "agentrl tasks import terminal-bench original-tasks suite --split heldout",
+    ),
+)
+@guarded
+def tasks_import(
+    format: TaskFormat,
+    src: Annotated[Path, typer.Argument(help="A file of rows, or a folder.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write the packages into.")],
+    split: Annotated[
+        Split | None, typer.Option(help="Of every task. Default: what the source says, else train.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Read tasks of another format and write a package for each.
+
+    Whatever else a row or folder holds is kept, so that `tasks export` writes it again.
+    """
+    from agentrl.cli import formats
+
+    formats.import_tasks(format, src, out, split=None if split is None else str(split), as_json=json)
+
+
+@tasks.command("export", epilog=examples("agentrl tasks export swebench suite rows.jsonl"))
+@guarded
+def tasks_export(
+    format: TaskFormat,
+    src: Annotated[Path, typer.Argument(help="A folder with task packages somewhere below it.")],
+    out: Annotated[Path, typer.Argument(help="File (.jsonl, .json, .parquet) or folder to write.")],
+    json: Json = False,
+) -> None:
+    """Write task packages in another format."""
+    from agentrl.cli import formats
+
+    formats.export_tasks(format, src, out, as_json=json)
+
+
 # ---------------------------------------------------------------------------------------------- environments
 
 Reference = Annotated[

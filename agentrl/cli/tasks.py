@@ -23,8 +23,6 @@ from envs.sandbox.contract import Backend
 from envs.tasks import swe_mini
 from envs.tasks.package import load_suite, load_task
 
-SUITES = ("swe-mini",)
-
 
 def list_tasks(path: Path, *, as_json: bool) -> None:
     """A line per package."""
@@ -82,10 +80,8 @@ def show_task(path: Path, *, as_json: bool) -> None:
         output.fact("" if number else "files", name, width=8)
 
 
-def synth(suite: str, out: Path, *, train: int, heldout: int, seed: int, as_json: bool) -> None:
-    """Generate a suite."""
-    if suite.replace("_", "-") not in SUITES:
-        raise ConfigError(f"There is no suite '{suite}'.", fix=nearest(suite, SUITES))
+def synth(out: Path, *, train: int, heldout: int, seed: int, as_json: bool) -> None:
+    """Generate the suite swe-mini."""
     if train + heldout == 0:
         raise ConfigError("--train and --heldout are both 0.", fix="Ask for at least one task.")
     try:
@@ -93,9 +89,8 @@ def synth(suite: str, out: Path, *, train: int, heldout: int, seed: int, as_json
     except TaskError as error:
         raise ConfigError(error.message, fix=error.fix) from error
     if as_json:
-        output.emit(
-            {"suite": suite, "out": out, "train": train, "heldout": heldout, "seed": seed, "tasks": made}
-        )
+        facts = {"suite": "swe-mini", "out": out, "train": train, "heldout": heldout, "seed": seed}
+        output.emit({**facts, "tasks": made})
         return
     output.say(f"{len(made)} tasks in {escape(str(out))}: {train} to train on, {heldout} held out")
     output.say(f"Check them: agentrl tasks validate {escape(str(out))} --light")

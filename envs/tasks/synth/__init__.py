@@ -1,0 +1,1 @@
+"""The task factory: a real project in, bug-fixing tasks out. See `factory`."""
