@@ -34,8 +34,12 @@ from agentrl.learner.batch import Block, MicroBatch
 ATTENTION = "agentrl_blocks"
 """Name of our attention in transformers: blocks of a packed micro-batch; without blocks it is plain SDPA."""
 
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 32 * 2**20
 """Default bound on one temporary `[chunk, V]` of logits."""
+
+VOCABULARY_TILE = 8192
+"""Vocabulary entries that the backward pass of the head takes at once: the gradient of a tile is written
+once, not added up over chunks of tokens, and no second `[V, D]` tensor is made."""
 
 SUPPORT_TOLERANCE = 1e-3
 """Largest difference of log-probs that `check_support` takes for rounding."""
@@ -163,27 +167,36 @@ class _SelectedLogProbs(torch.autograd.Function):
         if by_log_prob_N is None and by_entropy_N is None:
             return None, None, None, None, None
         wide = log_norm_N.dtype
-        weight = weight_VD.to(hidden_ND.dtype)
-        by_hidden_ND = torch.empty_like(hidden_ND)
+        n, (vocab, _) = hidden_ND.shape[0], weight_VD.shape
+        tile = min(vocab, VOCABULARY_TILE)
+        rows = max(1, ctx.chunk * vocab // tile)
+        by_hidden_ND = torch.zeros_like(hidden_ND, dtype=wide)
         by_weight_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
-        for a in range(0, hidden_ND.shape[0], ctx.chunk):
-            b = min(a + ctx.chunk, hidden_ND.shape[0])
-            logits = (hidden_ND[a:b] @ weight.t()).to(wide).mul_(inverse_temperature_N[a:b, None])
-            logits -= log_norm_N[a:b, None]
-            by_logits = logits.exp()
-            if by_entropy_N is None:
-                by_logits *= -by_log_prob_N[a:b, None]  # type: ignore[index]
-            else:
-                slope = (logits + entropy_N[a:b, None]).mul_(by_entropy_N[a:b, None])
+        for first in range(0, vocab, tile):
+            weight = weight_VD[first : first + tile].to(hidden_ND.dtype)
+            width = weight.shape[0]
+            for a in range(0, n, rows):
+                at = slice(a, min(a + rows, n))
+                logits = (hidden_ND[at] @ weight.t()).to(wide).mul_(inverse_temperature_N[at, None])
+                logits -= log_norm_N[at, None]
+                by_logits = logits.exp()
+                if by_entropy_N is None:
+                    by_logits *= -by_log_prob_N[at, None]  # type: ignore[index]
+                else:
+                    slope = logits.add_(entropy_N[at, None]).mul_(by_entropy_N[at, None])
+                    if by_log_prob_N is not None:
+                        slope += by_log_prob_N[at, None]
+                    by_logits *= slope.neg_()
                 if by_log_prob_N is not None:
-                    slope += by_log_prob_N[a:b, None]
-                by_logits *= slope.neg_()
-            if by_log_prob_N is not None:
-                by_logits.scatter_add_(1, target_N[a:b, None], by_log_prob_N[a:b, None])
-            by_logits *= inverse_temperature_N[a:b, None]
-            by_logits = by_logits.to(hidden_ND.dtype)
-            by_hidden_ND[a:b] = by_logits @ weight
-            by_weight_VD += by_logits.t() @ hidden_ND[a:b]
+                    place = target_N[at] - first
+                    here = (place >= 0) & (place < width)
+                    share = torch.where(here, by_log_prob_N[at], torch.zeros_like(by_log_prob_N[at]))
+                    by_logits.scatter_add_(1, place.clamp(0, width - 1)[:, None], share[:, None])
+                by_logits *= inverse_temperature_N[at, None]
+                narrow = by_logits.to(hidden_ND.dtype)
+                by_hidden_ND[at] += narrow @ weight
+                by_weight_VD[first : first + width] += narrow.t() @ hidden_ND[at]
+        by_hidden_ND = by_hidden_ND.to(hidden_ND.dtype)
         return by_hidden_ND, by_weight_VD.to(weight_VD.dtype), None, None, None
 
 

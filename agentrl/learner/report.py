@@ -31,7 +31,7 @@ class StepReport:
     """None, or why there was nothing to train on."""
     metrics: Mapping[str, float]
     """`loss/*`, `policy/*`, `mismatch/*`, `ratio/*`, `advantage/*`, `critic/*`, `trajectories/*`, `tokens/*`,
-    `groups/*`, `optimizer/*`, `time/*_s`, `batch/*`."""
+    `groups/*`, `optimizer/*`, `time/*_s`, `batch/*`, `profile/*`."""
 
 
 class Clock:

@@ -50,6 +50,7 @@ from agentrl.learner.model import (
     head_weight,
 )
 from agentrl.learner.optimizer import Schedule, adam, clip_and_step, rate_factor
+from agentrl.learner.profile import profile
 from agentrl.learner.report import Clock, Gaps, StepReport, group_facts, of_one_step
 from agentrl.learner.samples import Rows, build
 from agentrl.types import Group, Trajectory
@@ -115,6 +116,8 @@ class _Work:
 
     clock: Clock
     micro: list[MicroBatch] = field(default_factory=list)
+    mine: list[MicroBatch] = field(default_factory=list)
+    """Those of this rank, once per forward and backward pass of the policy."""
     sums: list[Metrics] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
@@ -323,6 +326,7 @@ class Learner:
             prepared = _only(prepared, lambda kind: kind != "value")
         first = work.passes == 0
         work.passes += 1
+        work.mine += mine
         causes: list[str] = []
         parts: list[Metrics] = []
         gaps = Gaps()
@@ -514,13 +518,22 @@ class Learner:
         total = sum(seconds.values())
         tokens = sum(m.n_tokens for m in work.micro)
         metrics |= {f"time/{k}_s": v for k, v in seconds.items()}
+        metrics |= profile(
+            self.policy.model,
+            work.mine,
+            seconds=seconds.get("forward", 0.0) + seconds.get("backward", 0.0),
+            compute=self.policy.compute_dtype,
+        )
+        row_tokens = sum(m.n_row_tokens for m in work.micro)
         metrics |= {
             "time/total_s": total,
             "batch/tokens": float(tokens),
-            "batch/row_tokens": float(sum(m.n_row_tokens for m in work.micro)),
+            "batch/row_tokens": float(row_tokens),
+            "batch/sharing_ratio": row_tokens / tokens if tokens else 1.0,
             "batch/micro_batches": float(len(work.micro)),
             "batch/padding_share": padding_share(work.micro),
             "batch/tokens_per_s": tokens / total if total > 0 else 0.0,
+            "batch/row_tokens_per_s": row_tokens / total if total > 0 else 0.0,
             "optimizer/step": float(self.optimizer_step),
             "optimizer/refused": float(len(work.refused)),
             "optimizer/learning_rate": float(self.optimizer.param_groups[0]["lr"]),

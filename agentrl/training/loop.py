@@ -25,13 +25,14 @@ from agentrl.algo import recipes, refusals
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.inference.local import LocalSampler
+from agentrl.inference.sampler import Sampler
 from agentrl.learner import checkpoint, publish
 from agentrl.learner import model as models
 from agentrl.learner.batch import Packing
 from agentrl.learner.imitation import ImitationProgress
 from agentrl.learner.step import Learner, LearnerConfig
 from agentrl.store.store import Store
-from agentrl.training import given, places, sampling, view
+from agentrl.training import given, places, sampling, serving, view
 from agentrl.training.curves import Curves
 from agentrl.training.events import Listener, Noting
 from agentrl.training.folder import RunFolder
@@ -222,19 +223,27 @@ async def _attempt_heldout(
     one = _Run(config, None, folder, store, run_id, listener)
     suite = await asyncio.to_thread(given.tasks, config, folder)
     async with one.workplace(suite, tokenizer, _context(model)) as (place, tasks):
-        sampler = LocalSampler(
-            model,
-            stop_token_ids=place.chat.stop_token_ids,
-            name=source,
-            version=None if version is None else version.number,
-            max_slots=config.sandbox.concurrency,
-            max_context=place.max_context,
-            seed=config.run.seed,
-        )
+        served: serving.Served
+        if config.policy.server.urls:
+            served = await serving.OnServers.connect(place, temperature=config.eval.temperature)
+        else:
+            sampler = LocalSampler(
+                model,
+                stop_token_ids=place.chat.stop_token_ids,
+                name=source,
+                version=None if version is None else version.number,
+                max_slots=config.sandbox.concurrency,
+                max_context=place.max_context,
+                seed=config.run.seed,
+            )
+            served = serving.InProcess(sampler)
         try:
-            return await one.attempt_once(place, sampler, tasks.heldout, phase="heldout", kind="e")
+            if version is not None and config.policy.server.urls:
+                await served.follow(version)
+            place = replace(place, max_context=served.max_context)
+            return await one.attempt_once(place, served.sampler, tasks.heldout, phase="heldout", kind="e")
         finally:
-            await sampler.close()
+            await served.close()
 
 
 def _facts(config: RunConfig, recipe: recipes.Recipe) -> refusals.RunFacts:
@@ -290,13 +299,16 @@ class _Run:
         async with self.workplace(suite, tokenizer, _context(model)) as (place, tasks):
             learner = self._learner(model, tokenizer)
             await self._recover(place, learner, tokenizer, tasks.demonstrated)
-            sampler = self._sampler(place)
+            assert self.progress.version is not None
+            seed = config.run.seed + 1000 * self.progress.updates
+            served = await serving.serve(place, self.progress.version, seed=seed)
             try:
-                before = await self._evaluate(place, sampler, tasks.heldout, phase="heldout_before")
-                await self._train(place, learner, sampler, tokenizer, tasks)
-                after = await self._evaluate(place, sampler, tasks.heldout, phase="heldout_after")
+                place = replace(place, max_context=served.max_context)
+                before = await self._evaluate(place, served.sampler, tasks.heldout, phase="heldout_before")
+                await self._train(place, learner, served, tokenizer, tasks)
+                after = await self._evaluate(place, served.sampler, tasks.heldout, phase="heldout_after")
             finally:
-                await sampler.close()
+                await served.close()
         return await asyncio.to_thread(self._finish, place, before, after)
 
     @asynccontextmanager
@@ -483,23 +495,10 @@ class _Run:
         self.store.log(self.run_id, [(i, "imitation/loss", x) for i, x in enumerate(losses)])
         self.listener.end(loss=round(losses[-1], 4))
 
-    def _sampler(self, place: Workplace) -> LocalSampler:
-        version = self.progress.version
-        assert version is not None
-        return LocalSampler(
-            publish.load_published(version),
-            stop_token_ids=place.chat.stop_token_ids,
-            name=self.config.policy.source,
-            version=version.number,
-            max_slots=self.config.sandbox.concurrency,
-            max_context=place.max_context,
-            seed=self.config.run.seed + 1000 * self.progress.updates,
-        )
-
     # ------------------------------------------------------------------------------------------- evaluation
 
     async def _evaluate(
-        self, place: Workplace, sampler: LocalSampler, heldout: Sequence[Task], *, phase: str
+        self, place: Workplace, sampler: Sampler, heldout: Sequence[Task], *, phase: str
     ) -> float | None:
         """Success on the held-out tasks, one attempt each; None without tasks."""
         if not heldout:
@@ -512,7 +511,7 @@ class _Run:
         return success
 
     async def attempt_once(
-        self, place: Workplace, sampler: LocalSampler, tasks: Sequence[Task], *, phase: str, kind: str
+        self, place: Workplace, sampler: Sampler, tasks: Sequence[Task], *, phase: str, kind: str
     ) -> list[Trajectory]:
         """One attempt at each task."""
         requests = [
@@ -528,7 +527,7 @@ class _Run:
         self,
         place: Workplace,
         learner: Learner,
-        sampler: LocalSampler,
+        served: serving.Served,
         tokenizer: Any,
         tasks: given.Tasks,
     ) -> None:
@@ -546,7 +545,7 @@ class _Run:
         ready = self._stored(place)
         have = {g.id for g in ready} | self._consumed(place)
         waiting = [r for r in requests if r.id not in have]
-        make = sampling.attempts_by(place, sampler, temperature=config.rollout.temperature)
+        make = sampling.attempts_by(place, served.sampler, temperature=config.rollout.temperature)
         limit = asyncio.Semaphore(config.sandbox.concurrency)
         running: set[asyncio.Task[GroupOutcome]] = set()
         self.listener.begin(
@@ -572,13 +571,13 @@ class _Run:
                         self.listener.advance(len(outcome.group.trajectories), **_facts_of(outcome.group))
                 batch, ready = ready[:per_update], ready[per_update:]
                 times = {"time/collect_s": time.monotonic() - collecting}
-                values = await self._update(learner, sampler, tokenizer, batch, times)
+                values = await self._update(learner, served, tokenizer, batch, times)
                 collecting = time.monotonic()
                 curves.add(self.progress.updates, values)
                 self.listener.metrics(self.progress.updates, values)
                 if config.eval.every and self.progress.updates % config.eval.every == 0:
                     await self._evaluate(
-                        place, sampler, tasks.heldout, phase=f"heldout_{self.progress.updates}"
+                        place, served.sampler, tasks.heldout, phase=f"heldout_{self.progress.updates}"
                     )
         finally:
             curves.close()
@@ -603,7 +602,7 @@ class _Run:
     async def _update(
         self,
         learner: Learner,
-        sampler: LocalSampler,
+        served: serving.Served,
         tokenizer: Any,
         batch: Sequence[Group],
         times: dict[str, float],
@@ -633,12 +632,11 @@ class _Run:
         began = time.monotonic()
         await asyncio.to_thread(self._publish, learner, tokenizer, batch, metrics, moved=moved)
         if moved:
-            version = progress.version
-            assert version is not None
-            fresh = await asyncio.to_thread(publish.load_published, version)
-            await sampler.publish(fresh.state_dict(), version.number)
-        self.store.log(self.run_id, [(progress.updates, "time/publish_s", time.monotonic() - began)])
-        return metrics
+            assert progress.version is not None
+            await served.follow(progress.version)
+        published = {"time/publish_s": time.monotonic() - began}
+        self.store.log(self.run_id, [(progress.updates, name, value) for name, value in published.items()])
+        return metrics | published
 
     def _publish(
         self,

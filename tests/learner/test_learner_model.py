@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import gradcheck
 
 from agentrl.errors import ConfigError
+from agentrl.learner import model as models
 from agentrl.learner.batch import Packing, pack
 from agentrl.learner.model import (
     Policy,
@@ -89,8 +90,11 @@ def test_each_token_has_the_temperature_of_its_own_call() -> None:
     assert plain[0].item() == pytest.approx(torch.log_softmax(logits[1], -1)[3].item(), abs=1e-5)
 
 
-def test_chunks_change_nothing_and_equal_the_full_softmax() -> None:
-    """MET-08: values equal the full version to 1e-6, gradients too, for every chunk size."""
+@pytest.mark.parametrize("tile", [7, 50, 8192])
+def test_chunks_change_nothing_and_equal_the_full_softmax(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MET-08: values equal the full version to 1e-6, gradients too, for every chunk of tokens and tile of the
+    vocabulary."""
+    monkeypatch.setattr(models, "VOCABULARY_TILE", tile)
     torch.manual_seed(0)
     hidden, weight = torch.randn(37, 8), torch.randn(50, 8)
     target, temperature = torch.randint(0, 50, (37,)), torch.rand(37) + 0.5
