@@ -154,6 +154,11 @@ class KubernetesBackend:
         assert self._pods is not None
         return self._pods
 
+    @property
+    def connections(self) -> int:
+        """How many sandboxes have a connection open now."""
+        return sum(line.connected for _, line in self._live.values())
+
     def check(self) -> None:
         """Ask the cluster, waiting for it, whether sandboxes can be made. Raises `SandboxError` with the
         fix."""

@@ -124,7 +124,11 @@ class Cluster:
 
     async def _load(self, configuration: Configuration) -> None:
         if self.inside:
-            load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            load_incluster_config(  # type: ignore[no-untyped-call]
+                client_configuration=configuration,
+                token_filename=str(SERVICE_ACCOUNT / "token"),
+                cert_filename=str(SERVICE_ACCOUNT / "ca.crt"),
+            )
             with contextlib.suppress(OSError):
                 self.default_namespace = (SERVICE_ACCOUNT / "namespace").read_text().strip()
             return
