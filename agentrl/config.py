@@ -153,6 +153,8 @@ class TrainSection(_Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     warmup_steps: NonNegative = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate, over all updates of the run: held, or down to 0."""
     adam_beta2: Annotated[float, Field(gt=0, lt=1)] = 0.999
     mini_batches: Positive = 1
     epochs: Positive = 1

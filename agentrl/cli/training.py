@@ -16,6 +16,22 @@ NOTE = "run.json"
 """A folder that holds this holds a run."""
 
 
+def for_the_suite(algo: str) -> list[str]:
+    """Overrides for a recipe that estimates advantages with a critic: the turn limit is a rule of the suite's
+    tasks and the state at it is graded, so there is no future to add to that grade; and where lambda is a
+    plain number it is 1, since one outcome is credit for hundreds of tokens and the critic is new."""
+    from agentrl.algo import recipes
+
+    advantage = recipes.get(algo).advantage
+    if not advantage.operator.startswith("gae"):
+        return []
+    adaptive = "alpha" in advantage.numbers
+    return [
+        "train.overrides.advantage.bootstrap=false",
+        *([] if adaptive else ["train.overrides.advantage.lambda_policy=1.0"]),
+    ]
+
+
 def quickstart(
     seed: int,
     algo: str,
@@ -35,6 +51,7 @@ def quickstart(
         f"run.dir={_toml(str(folder))}",
         f'train.recipe="{algo}"',
         f'sandbox.backend="{backend}"',
+        *for_the_suite(algo),
     ]
     _run(load(QUICKSTART, [*typed, *overrides]), resume=resume, as_json=as_json)
 

@@ -382,24 +382,25 @@ class _Run:
         assert self.recipe is not None
         if self.recipe.needs_reference:
             self._reference = given.policy(self.config, tokenizer)
+        settings = LearnerConfig(
+            learning_rate=train.learning_rate,
+            critic_learning_rate=train.critic_learning_rate,
+            weight_decay=train.weight_decay,
+            max_grad_norm=train.max_grad_norm,
+            warmup_steps=train.warmup_steps,
+            mini_batches=train.mini_batches,
+            epochs=train.epochs,
+            betas=(0.9, train.adam_beta2),
+            max_lag=self.config.rollout.max_lag,
+            max_mismatch=train.max_mismatch,
+            packing=Packing(token_budget=train.token_budget, share_prefixes=True),
+            compute_dtype=train.compute_dtype,
+            seed=self.config.run.seed,
+        )
         return Learner(
             model,
             self.recipe,
-            LearnerConfig(
-                learning_rate=train.learning_rate,
-                critic_learning_rate=train.critic_learning_rate,
-                weight_decay=train.weight_decay,
-                max_grad_norm=train.max_grad_norm,
-                warmup_steps=train.warmup_steps,
-                mini_batches=train.mini_batches,
-                epochs=train.epochs,
-                betas=(0.9, train.adam_beta2),
-                max_lag=self.config.rollout.max_lag,
-                max_mismatch=train.max_mismatch,
-                packing=Packing(token_budget=train.token_budget, share_prefixes=True),
-                compute_dtype=train.compute_dtype,
-                seed=self.config.run.seed,
-            ),
+            replace(settings, schedule=train.schedule, total_steps=settings.optimizer_steps(train.updates)),
             reference=self._reference,
             vocab_size=len(tokenizer),
         )
