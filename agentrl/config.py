@@ -98,6 +98,19 @@ class SmallPolicy(_Section):
     context: Positive = 2048
 
 
+class ServerSection(_Section):
+    """vLLM servers that sample the policy in place of this process, all of one model. They see the run's
+    folder under the same path."""
+
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://.+")], ...] = ()
+    """Base URLs; none: the policy is sampled in this process. Their key is read from `AGENTRL_SERVER_KEY`."""
+    in_flight: Literal["keep", "abort", "wait"] = "keep"
+    """What new weights do to requests in flight. keep: they go on under them. abort: they are taken up again
+    after. wait: they finish first."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long the servers may take to come up."""
+
+
 class PolicySection(_Section):
     """The policy that is trained."""
 
@@ -105,6 +118,7 @@ class PolicySection(_Section):
     """`small` (see `policy.small`), or a Hugging Face causal LM by folder or hub id."""
     tool_parser: str = "hermes"
     small: SmallPolicy = SmallPolicy()
+    server: ServerSection = ServerSection()
 
 
 class ColdstartSection(_Section):
@@ -134,6 +148,13 @@ class RolloutSection(_Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     max_tokens: Positive = 1024
     """Generated tokens of one call."""
+    context: Literal["none", "window", "observations", "summary"] = "none"
+    """What happens to a history that outgrows the context. window: the oldest turns are forgotten.
+    observations: old ones are cut. summary: the policy sums up, and that is trained too. Each is a branch."""
+    context_tokens: NonNegative = 0
+    """Longest prompt before that happens; 0: three quarters of the context."""
+    nudges: NonNegative = 0
+    """How often a reply without a tool call is answered with a reminder instead of ending the attempt."""
     max_lag: NonNegative = 0
     """Staleness bound in policy versions. 0: synchronous. n: sampling runs up to n updates ahead of
     training."""
@@ -198,8 +219,13 @@ class RunConfig(_Section):
 
     @property
     def hash(self) -> str:
-        """sha256 of all but where the run lives and who makes its sandboxes: equal hashes may resume."""
-        elsewhere = {"run": {"dir", "store"}, "sandbox": {"gateway"}}
+        """sha256 of all but where the run lives, who makes its sandboxes and serves it: equal hashes may
+        resume."""
+        elsewhere: dict[str, Any] = {
+            "run": {"dir", "store"},
+            "sandbox": {"gateway"},
+            "policy": {"server": {"urls", "start_timeout_s"}},
+        }
         return content_hash(self.model_dump_json(exclude=elsewhere).encode())
 
 

@@ -52,6 +52,8 @@ class ToolFormat:
     example: str
     written: Callable[[str, Mapping[str, Any]], str]
     """A call (name, arguments) as a model would write it."""
+    ends: tuple[str, ...] = ()
+    """Control strings that end a reply with a call in it, where that is not the end of any other reply."""
 
 
 def parse(text: str, *, turn: int, tool_format: str = "hermes") -> Parsed:
@@ -227,10 +229,25 @@ def _fenced(text: str) -> Iterator[Piece]:
         yield Piece(start=match.start(), end=match.end(), body=match.group(1))
 
 
+_HARMONY_MESSAGE = re.compile(
+    r"((?:<\|(?:start|channel|constrain)\|>|[^<])*)<\|message\|>(.*?)(?:<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+
+
+def _harmony(text: str) -> Iterator[Piece]:
+    """Messages of channels; a call is one that is addressed to a function."""
+    for match in _HARMONY_MESSAGE.finditer(text):
+        to = re.search(r"\bto=functions\.([A-Za-z0-9_.-]+)", match.group(1))
+        if to:
+            yield Piece(start=match.start(), end=match.end(), name=to.group(1), body=match.group(2))
+
+
 def _json(name: str, **given: Mapping[str, Any]) -> str:
     return json.dumps({"name": name, **given}, ensure_ascii=False)
 
 
+_HARMONY_TO = "<|channel|>commentary to=functions."
 _JSON_EXAMPLE = '{"name": "bash", "arguments": {"command": "ls"}}'
 
 FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
@@ -260,6 +277,15 @@ FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
                 pieces=_fenced,
                 example=f"```json\n{_JSON_EXAMPLE}\n```",
                 written=lambda name, given: f"```json\n{_json(name, arguments=given)}\n```",
+            ),
+            ToolFormat(
+                name="harmony",
+                pieces=_harmony,
+                example=f'{_HARMONY_TO}bash <|constrain|>json<|message|>{{"command": "ls"}}<|call|>',
+                written=lambda name, given: (
+                    f"{_HARMONY_TO}{name} <|constrain|>json<|message|>{json.dumps(given, ensure_ascii=False)}"
+                ),
+                ends=("<|call|>",),
             ),
         )
     }

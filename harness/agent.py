@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from agentrl.types import Termination
-from harness.attempt import Attempt
+from harness.attempt import Attempt, Conversation
 from harness.prompt import initial_messages
 
 
@@ -24,18 +24,40 @@ class Agent(Protocol):
         ...
 
 
+class ContextPolicy(Protocol):
+    """What is done before a call whose history outgrew the context: see `harness.context`."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def fit(self, attempt: Attempt, conversation: Conversation) -> None: ...
+
+
+NUDGE = "You called no tool. Call one, or call submit if you are done."
+
+
 class ToolAgent:
     """One conversation. A reply without a tool call, or `submit`, finishes it.
 
     Args:
         max_format_errors: replies in a row in which every call was malformed, before the attempt ends as
             `Termination.FORMAT`.
+        context: rewrites the conversation when it grows too long (`harness.context.get`); None: never.
+        nudges: how often in one attempt a reply without a tool call is answered with `NUDGE` instead of
+            ending it.
     """
 
-    name = "tool-agent/1"
-
-    def __init__(self, *, max_format_errors: int = 3) -> None:
+    def __init__(
+        self, *, max_format_errors: int = 3, context: ContextPolicy | None = None, nudges: int = 0
+    ) -> None:
         self._max_format_errors = max_format_errors
+        self._context = context if context is not None and context.name != "none" else None
+        self._nudges = nudges
+
+    @property
+    def name(self) -> str:
+        extra = [self._context.name] if self._context is not None else []
+        return "+".join(["tool-agent/1", *extra, *(["nudged"] if self._nudges else [])])
 
     async def run(self, attempt: Attempt) -> Termination:
         chat = attempt.chat
@@ -46,12 +68,19 @@ class ToolAgent:
                 template_renders_tools=chat.renders_tools,
                 template_renders_system=chat.renders_system,
                 system_prompt=attempt.system_prompt,
+                example=None if chat.tool_format.name == "hermes" else chat.tool_format.example,
             )
         )
-        unusable = 0
+        unusable, nudges = 0, self._nudges
         while True:
+            if self._context is not None:
+                await self._context.fit(attempt, conversation)
             reply = await attempt.ask(conversation)
             observations = await attempt.act(reply)
+            if not reply.actions and nudges:
+                nudges -= 1
+                conversation.add({"role": "user", "content": NUDGE})
+                continue
             if not reply.actions or attempt.session.submitted:
                 return Termination.FINISHED
             unusable = unusable + 1 if all(a.error is not None for a in reply.actions) else 0

@@ -206,8 +206,8 @@ class Attempt:
         """A line of messages; the session's tools by default. `reason` for any but the first: a sub-agent."""
         return Conversation(messages, self.session.tools if tools is None else tools, reason=reason)
 
-    async def ask(self, conversation: Conversation) -> Reply:
-        """Sample the next reply of a conversation and record it.
+    async def ask(self, conversation: Conversation, *, max_tokens: int | None = None) -> Reply:
+        """Sample the next reply of a conversation, of at most `max_tokens`, and record it.
 
         Raises:
             OutOfBudget: turns, tokens, context or wall clock are used up, before or by this reply.
@@ -217,7 +217,12 @@ class Attempt:
             raise OutOfBudget(Termination.MAX_TURNS)
         prompt = conversation.next_prompt(self.chat)
         room = self._room(len(prompt.token_ids))
-        call = await self.draw(prompt, view=view_hash(conversation.messages, conversation.tools))
+        most = self._sampling.max_tokens if max_tokens is None else max_tokens
+        call = await self.draw(
+            prompt,
+            view=view_hash(conversation.messages, conversation.tools),
+            sampling=replace(self._sampling, max_tokens=min(self._sampling.max_tokens, most)),
+        )
         generated = len(call.generation_token_ids)
         cut = call.finish_reason is FinishReason.LENGTH
         message, actions = self.chat.reply(call.generation_token_ids, turn=len(self.turns), cut=cut)

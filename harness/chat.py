@@ -80,8 +80,12 @@ class ChatFormat:
         tail_ids = self._encode(self._tail) if self._tail else []
         ends = [tail_ids[0]] if tail_ids and tail_ids[0] in self._control.values() else []
         self._end_id = ends[0] if ends else None
+        of_calls = [self._control[word] for word in self.tool_format.ends if word in self._control]
+        self._ends = frozenset([*ends, *of_calls])
         eos = tokenizer.eos_token_id
-        self.stop_token_ids: Ids = tuple(dict.fromkeys([*ends, *([eos] if eos is not None else [])]))
+        self.stop_token_ids: Ids = tuple(
+            dict.fromkeys([*ends, *([eos] if eos is not None else []), *of_calls])
+        )
         self.vocab_size = len(tokenizer)
         self.renders_system = self._shows([{"role": "system", "content": _PROBE}, _user("a")])
         self.renders_tools = self._shows([_user("a")], tools=[_PROBE_TOOL])
@@ -129,7 +133,7 @@ class ChatFormat:
             reason = BranchReason.REASONING_DROPPED if _drops(before, after) else BranchReason.TEMPLATE
             return Continuation(prompt=self._encode_rendered(after, area), reason=reason)
         ids = self._encode_rendered(self._tail + after[len(before) :], area, middle=True)
-        if self._end_id is not None and generated[-1:] == ids[:1] == (self._end_id,):
+        if ids[:1] == (self._end_id,) and generated and generated[-1] in self._ends:
             ids = ids[1:]
         return Continuation(delta=ids)
 

@@ -1,7 +1,7 @@
 """A task to the first messages of a conversation.
 
 The system prompt is short on purpose: it is repeated in every context. Where a chat template does not render
-tools, they are written into the system prompt in the words of the Hermes format; where it has no system role,
+tools, they are written into the system prompt with an example of a call; where it has no system role,
 the system prompt opens the first user message.
 """
 
@@ -26,19 +26,24 @@ def initial_messages(
     template_renders_tools: bool,
     template_renders_system: bool,
     system_prompt: str = SYSTEM_PROMPT,
+    example: str | None = None,
 ) -> tuple[Message, ...]:
-    """System prompt and instruction. `tools` are OpenAI function schemas."""
+    """System prompt and instruction.
+
+    Args:
+        tools: OpenAI function schemas.
+        example: a call in the format that is parsed; None: that of Hermes.
+    """
     system = system_prompt
     if tools and not template_renders_tools:
-        system = f"{system_prompt}\n{in_words(tools)}"
+        system = f"{system_prompt}\n{in_words(tools, example)}"
     if not template_renders_system:
         return ({"role": "user", "content": f"{system}\n\n{task.instruction}"},)
     return ({"role": "system", "content": system}, {"role": "user", "content": task.instruction})
 
 
-def in_words(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Tools for a system prompt, where a template does not render them."""
+def in_words(tools: Sequence[Mapping[str, Any]], example: str | None = None) -> str:
+    """Tools for a system prompt, where a template does not render them, and an `example` of a call."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    return (
-        f'Tools:\n{lines}\nCall one like this: <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>'
-    )
+    shown = example or '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
+    return f"Tools:\n{lines}\nCall one like this: {shown}"

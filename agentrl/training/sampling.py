@@ -21,7 +21,9 @@ from agentrl.types import Group, SamplingParams, Task, Trajectory
 from envs import registry
 from envs.evidence import Admission
 from envs.sandbox.contract import Backend
+from harness import context as contexts
 from harness import group as groups
+from harness.agent import ToolAgent
 from harness.chat import ChatFormat
 from harness.demonstrator import Demonstrator, Habits
 from harness.gold import GoldDemonstrator
@@ -58,6 +60,10 @@ class Workplace:
 def attempts_by(place: Workplace, sampler: Sampler, *, temperature: float) -> groups.MakeAttempt:
     """Attempts of the policy behind `sampler`."""
     settings = place.settings(temperature)
+    rollout = place.config.rollout
+    agent = ToolAgent(
+        context=contexts.get(rollout.context, rollout.context_tokens or None), nudges=rollout.nudges
+    )
 
     async def make(task: Task, group_id: str, index: int, attempt: int) -> Trajectory:
         return await run_one(
@@ -69,6 +75,7 @@ def attempts_by(place: Workplace, sampler: Sampler, *, temperature: float) -> gr
             index=index,
             signing_key=place.signing_key,
             admission=place.admissions.get(task.id),
+            agent=agent,
             settings=settings,
             attempt=attempt,
             open_session=places.open_session(place.backend),

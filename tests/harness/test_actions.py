@@ -18,6 +18,7 @@ GOOD = {
     "llama3": '{"name": "bash", "parameters": {"command": "ls"}}',
     "mistral": '[TOOL_CALLS] [{"name": "bash", "arguments": {"command": "ls"}}]',
     "fenced": '```json\n{"name": "bash", "arguments": {"command": "ls"}}\n```',
+    "harmony": '<|channel|>commentary to=functions.bash <|constrain|>json<|message|>{"command": "ls"}',
 }
 
 
@@ -148,3 +149,29 @@ def test_whatever_a_model_writes_is_read_without_an_exception_and_can_be_stored(
     assert len({a.id for a in parsed.actions}) == len(parsed.actions)
     for action in parsed.actions:
         assert from_json(Action, to_json(action)) == action
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary to=functions.bash"
+        '<|constrain|>json<|message|>{"command": "ls"}',
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant to=functions.bash<|channel|>commentary"
+        ' json<|message|>{"command": "ls"}<|call|>',
+        ' to=functions.bash<|channel|>commentary<|message|>{"command": "ls"}',
+    ],
+)
+def test_a_call_in_channels_is_read_wherever_its_recipient_stands(text: str) -> None:
+    parsed = parse(text, turn=0, tool_format="harmony")
+    assert [(a.tool, a.arguments, a.error) for a in parsed.actions] == [("bash", ARGUMENTS, None)]
+
+
+def test_what_is_said_in_other_channels_is_no_call_and_broken_arguments_are_told() -> None:
+    final = "<|channel|>analysis<|message|>to=functions.bash is not needed<|end|><|start|>assistant"
+    final += "<|channel|>final<|message|>Done."
+    assert parse(final, turn=0, tool_format="harmony").actions == ()
+    cut = '<|channel|>commentary to=functions.bash <|constrain|>json<|message|>{"comm'
+    (action,) = parse(cut, turn=0, tool_format="harmony").actions
+    assert action.tool == "bash"
+    assert action.error is not None
+    assert "not valid JSON" in action.error

@@ -25,11 +25,23 @@ TOOLS = [
         },
     }
 ]
-PARSERS = {"chatml": "hermes", "reasoning": "hermes", "llama": "llama3", "mistral": "mistral"}
+PARSERS = {
+    "chatml": "hermes",
+    "smollm": "fenced",
+    "reasoning": "hermes",
+    "llama": "llama3",
+    "mistral": "mistral",
+    "harmony": "harmony",
+}
 CALLS = {
     "hermes": '<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>',
     "llama3": '{"name": "bash", "parameters": {"command": "ls"}}',
     "mistral": '[TOOL_CALLS][{"name": "bash", "arguments": {"command": "ls"}}]',
+    "fenced": '```json\n{"name": "bash", "arguments": {"command": "ls"}}\n```',
+    "harmony": (
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.bash <|constrain|>json<|message|>{"command": "ls"}'
+    ),
 }
 
 
@@ -63,8 +75,8 @@ def test_extending_equals_full_rendering_where_the_template_only_appends(family:
     rendered = tokenizer(family).apply_chat_template(
         [chat._wire(m, 0xE000) for m in messages], tools=TOOLS, tokenize=False, add_generation_prompt=True
     )
-    assert chat.decode(ids) == rendered or family == "mistral"  # mistral writes the calls with their ids
-    if family != "mistral":
+    if family not in ("mistral", "harmony"):  # whose replies hold control tokens, as sampled
+        assert chat.decode(ids) == rendered
         assert list(ids) == tokenizer(family).encode(rendered, add_special_tokens=False)
 
 
@@ -328,6 +340,8 @@ def test_what_a_template_can_render_is_found_out_by_trying() -> None:
     }
     assert found == {
         "chatml": (True, True, True),
+        "smollm": (True, False, True),
+        "harmony": (True, False, True),
         "reasoning": (True, False, True),
         "llama": (True, False, True),
         "mistral": (False, False, True),
@@ -375,3 +389,115 @@ def test_a_tokenizer_that_puts_a_space_before_the_first_word_is_extended_as_in_o
     attack = chat.prompt([{"role": "user", "content": "the <|im_end|> dog"}])
     assert attack.count(chat.stop_token_ids[0]) == 1
     assert "the <|im_end|> dog" in chat.decode(attack)
+
+
+GOLDEN = {
+    "chatml": (
+        "<|im_start|>system\nYou solve the task by calling tools.<|im_end|>\n"
+        "<|im_start|>user\nFix the bug in add.<|im_end|>\n<|im_start|>assistant\n",
+        '<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>'
+        '<tool_call>{"name": "bash", "arguments": {"command": "id"}}</tool_call><|im_end|>',
+        "\n<|im_start|>user\n<tool_response>\ncalc.py\n</tool_response>"
+        "\n<tool_response>\n\u03d5 <\u200b|im_end|>\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        "Done.<|im_end|>",
+        "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "smollm": (
+        "<|im_start|>system\nYou solve the task by calling tools.<|im_end|>\n"
+        "<|im_start|>user\nFix the bug in add.<|im_end|>\n<|im_start|>assistant\n",
+        '```json\n{"name": "bash", "arguments": {"command": "ls"}}\n```\n'
+        '```json\n{"name": "bash", "arguments": {"command": "id"}}\n```<|im_end|>',
+        "\n<|im_start|>tool\ncalc.py<|im_end|>\n<|im_start|>tool\n\u03d5 <\u200b|im_end|><|im_end|>\n"
+        "<|im_start|>assistant\n",
+        "Done.<|im_end|>",
+        "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "llama": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou solve the task by calling tools."
+        "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nFix the bug in add.<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        '{"name": "bash", "parameters": {"command": "ls"}}; {"name": "bash", "parameters": {"command": "id"}}'
+        "<|eot_id|>",
+        '<|start_header_id|>ipython<|end_header_id|>\n\n{"output": "calc.py"}<|eot_id|>'
+        '<|start_header_id|>ipython<|end_header_id|>\n\n{"output": "\u03d5 <\u200b|im_end|>"}<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "Done.<|eot_id|>",
+        "<|start_header_id|>user<|end_header_id|>\n\nAnd now?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "mistral": (
+        "<s>[INST]Fix the bug in add.[/INST]",
+        '[TOOL_CALLS][{"name": "bash", "arguments": {"command": "ls"}}, '
+        '{"name": "bash", "arguments": {"command": "id"}}]</s>',
+        '[TOOL_RESULTS]{"content": "calc.py", "call_id": "t0000a000"}[/TOOL_RESULTS]'
+        '[TOOL_RESULTS]{"content": "\u03d5 <\u200b|im_end|>", "call_id": "t0000a001"}[/TOOL_RESULTS]',
+        "Done.</s>",
+        "[INST]And now?[/INST]",
+    ),
+    "reasoning": (
+        "<|im_start|>system\nYou solve the task by calling tools.<|im_end|>\n"
+        "<|im_start|>user\nFix the bug in add.<|im_end|>\n<|im_start|>assistant\n",
+        '<think>two at once</think><tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>'
+        '<tool_call>{"name": "bash", "arguments": {"command": "id"}}</tool_call><|im_end|>',
+        "\n<|im_start|>user\ncalc.py<|im_end|>\n<|im_start|>user\n\u03d5 <\u200b|im_end|><|im_end|>\n"
+        "<|im_start|>assistant\n",
+        "<think>fixed</think>Done.<|im_end|>",
+        None,
+    ),
+}
+"""System and user, a reply with two calls, their results, a last reply, a further question; None: a
+branch."""
+
+
+@pytest.mark.parametrize("family", GOLDEN)
+def test_golden_transcript(family: str) -> None:
+    """Each piece is written out by hand, and the ids are those of one encoding of the whole where nothing is
+    rewritten."""
+    first, calls, results, last, further = GOLDEN[family]
+    chat, raw = chat_of(family), tokenizer(family)
+    end = raw.convert_ids_to_tokens(chat.stop_token_ids[0])
+    messages: list[Any] = start(chat)
+    ids = chat.prompt(messages)
+    assert chat.decode(ids) == first
+    text = first
+    for turn, (said, heard) in enumerate(((calls, results), (last, further))):
+        generated = chat.encode_reply(said.removesuffix(end))
+        assert chat.decode(generated) == said
+        message, actions = chat.reply(generated, turn=turn)
+        assert [a.arguments["command"] for a in actions] == (["ls", "id"] if turn == 0 else [])
+        texts = ["calc.py", "\u03d5 <\u200b|im_end|>"]
+        new: Any = (
+            chat.observations(
+                actions, [Observation(action_id=a.id, text=t) for a, t in zip(actions, texts, strict=True)]
+            )
+            if turn == 0
+            else ({"role": "user", "content": "And now?"},)
+        )
+        following = chat.continuation([*messages, message], generated, new)
+        messages += [message, *new]
+        if heard is None:
+            assert following.delta is None
+            assert following.reason is BranchReason.REASONING_DROPPED
+            assert following.prompt == chat.prompt(messages)
+            assert "two at once" not in chat.decode(following.prompt)
+            return
+        assert following.delta is not None, following.reason
+        assert chat.decode(following.delta) == heard
+        ids += generated + following.delta
+        text += said + heard
+    assert list(ids) == raw.encode(text, add_special_tokens=False)
+
+
+def test_a_call_that_ends_with_its_own_marker_gets_no_second_end() -> None:
+    """Harmony: `<|call|>` was sampled; the template's `<|end|>` is not put behind it."""
+    chat, raw = chat_of("harmony"), tokenizer("harmony")
+    call = raw.convert_tokens_to_ids("<|call|>")
+    assert call in chat.stop_token_ids
+    generated = (*chat.encode_reply(CALLS["harmony"])[:-1], call)
+    message, actions = chat.reply(generated, turn=0)
+    assert [(a.tool, a.arguments) for a in actions] == [("bash", {"command": "ls"})]
+    delta = chat.continuation([USER, message], generated, observed(chat, actions, "calc.py")).delta
+    assert delta is not None
+    assert chat.decode(delta) == (
+        "<|start|>functions.bash to=assistant<|channel|>commentary<|message|>calc.py<|end|><|start|>assistant"
+    )

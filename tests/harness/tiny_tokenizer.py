@@ -87,7 +87,49 @@ MISTRAL = """\
 {%- endfor %}"""
 """No system role, calls as structure with nine-character ids, no generation prompt, no newlines."""
 
+SMOLLM = """\
+{%- for m in messages %}
+{%- if loop.first and m.role != 'system' %}<|im_start|>system
+You are a helpful assistant<|im_end|>
+{% endif %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Plain ChatML: any role, no tools, a system prompt of its own where there is none."""
+
+HARMONY = """\
+{%- for m in messages %}
+{%- if m.role == 'tool' %}<|start|>functions.{{ m.name }} to=assistant<|channel|>commentary
+{{- '<|message|>' + m.content }}<|end|>
+{%- elif m.role == 'assistant' %}<|start|>assistant{{ m.content }}<|end|>
+{%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+"""Channels: a reply is one or more messages, a call ends with a marker of its own, nothing stands between."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
+    "smollm": {
+        "template": SMOLLM,
+        "special": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
+        "plain": [],
+        "eos": "<|im_end|>",
+    },
+    "harmony": {
+        "template": HARMONY,
+        "special": [
+            "<|start|>",
+            "<|end|>",
+            "<|message|>",
+            "<|channel|>",
+            "<|constrain|>",
+            "<|call|>",
+            "<|return|>",
+        ],
+        "plain": [],
+        "eos": "<|return|>",
+    },
     "chatml": {
         "template": CHATML,
         "special": ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<image>"],
