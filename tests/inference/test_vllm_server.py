@@ -1,0 +1,248 @@
+"""A real vLLM server and a real small instruct model: exact prefixes, log-probs, weights that change in
+flight.
+
+Needs the base URL of a server in `AGENTRL_VLLM_URL`, started as `tests/benchmarks/bench_vllm.py` does it:
+float32, token endpoints, processed log-probs, the worker extension, and a model folder that this machine
+sees too. Skipped with that reason otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from agentrl.config import environment
+from agentrl.inference.sampler import SampleRequest, SampleResult
+from agentrl.inference.vllm import Probe, VllmSampler
+from agentrl.learner import model as models
+from agentrl.learner.batch import Packing, pack
+from agentrl.learner.model import Policy, log_probs
+from agentrl.learner.samples import build
+from agentrl.store.store import Store
+from agentrl.training.serving import prompt_log_probs
+from agentrl.types import Limits, LogProbKind, SamplingParams, Task, Trajectory
+from envs.admission import admit
+from envs.sandbox.plain import PlainBackend
+from envs.tasks import swe_mini
+from envs.tasks.package import load_suite
+from harness import group
+from harness.agent import ToolAgent
+from harness.chat import ChatFormat
+from harness.group import GroupRequest
+from harness.rollout import RolloutSettings, run_one
+
+URL = environment("VLLM_URL") or ""
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        not URL, reason="no vLLM server: set AGENTRL_VLLM_URL (tests/benchmarks/bench_vllm.py)"
+    ),
+]
+TOLERANCE = 5e-5
+"""Of a float32 server, as measured: vLLM against a plain float32 forward."""
+KEY = b"a key of this test"
+GROUPS, SIZE = 8, 4
+
+
+@pytest.fixture(scope="module")
+def served() -> tuple[Any, Any]:
+    """Model and tokenizer that the server was started with."""
+    with urllib.request.urlopen(f"{URL}/v1/models", timeout=30) as answer:
+        root = json.load(answer)["data"][0]["root"]
+    torch.set_num_threads(1)
+    return models.load(root), AutoTokenizer.from_pretrained(root)
+
+
+class Overheard:
+    """A sampler that keeps what the engine itself said it was fed."""
+
+    def __init__(self, inner: VllmSampler) -> None:
+        self.echoes: dict[str, tuple[int, ...]] = {}
+        self._inner = inner
+
+    @property
+    def model(self) -> str:
+        return self._inner.model
+
+    @property
+    def policy_version(self) -> int | None:
+        return self._inner.policy_version
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        result = await self._inner.sample(request)
+        self.echoes[request.id] = result.prompt_token_ids
+        return result
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+async def attempts(root: Path, tokenizer: Any, tasks: list[Task]) -> tuple[list[Trajectory], Overheard]:
+    chat = ChatFormat(tokenizer)
+    sampler = Overheard(await VllmSampler.connect([URL]))
+    backend = PlainBackend(root / "sandboxes")
+    settings = RolloutSettings(
+        sampling=SamplingParams(max_tokens=40), max_context=2000, sample_deadline_s=900
+    )
+    found: list[Trajectory] = []
+    try:
+        admissions = {task.id: await admit(task, backend, light=True) for task in tasks}
+
+        async def make(task: Task, group_id: str, index: int, attempt: int) -> Trajectory:
+            return await run_one(
+                task,
+                sampler=sampler,
+                chat=chat,
+                backend=backend,
+                group_id=group_id,
+                index=index,
+                attempt=attempt,
+                signing_key=KEY,
+                admission=admissions[task.id],
+                agent=ToolAgent(nudges=2, max_format_errors=4),
+                settings=settings,
+            )
+
+        requests = [GroupRequest(id=f"vllm-{i}", task=t, size=SIZE) for i, t in enumerate(tasks)]
+        async for outcome in group.run_many(requests, make, concurrency=GROUPS * SIZE):
+            assert outcome.faulted == ()
+            found += outcome.group.trajectories
+    finally:
+        await sampler.close()
+        await backend.close()
+    return found, sampler
+
+
+def test_thirty_two_multi_turn_trajectories_are_exact(tmp_path: Path, served: tuple[Any, Any]) -> None:
+    """For every call the ids that the engine reports equal the stored prefix, and the learner in float32
+    finds the log-probs that were recorded."""
+    model, tokenizer = served
+    swe_mini.generate(tmp_path / "tasks", train=GROUPS, heldout=0, seed=3)
+    limits = Limits(max_turns=4, max_tokens=120, max_context=2000, wall_s=1500)
+    tasks = [replace(task, limits=limits) for task in load_suite(tmp_path / "tasks")]
+    made, sampler = asyncio.run(attempts(tmp_path, tokenizer, tasks))
+    assert len(made) == GROUPS * SIZE
+    with Store.open(tmp_path / "store.db") as store:
+        run = store.begin_run("vllm", config={}, algo="eval", seed=3)
+        for trajectory in made:
+            store.add_trajectory(run.id, trajectory, phase="heldout")
+        stored = list(store.iter_trajectories(run.id))
+        assert store.verify(run.id, key=KEY).ok
+    calls = [(t, call) for t in stored for call in t.calls]
+    for trajectory, call in calls:
+        assert trajectory.prompt_ids(call.id) == sampler.echoes[call.id]
+        assert call.log_prob_kind is LogProbKind.PROCESSED
+    turns = [len(t.calls) for t in stored]
+    assert min(turns) >= 2, "multi-turn"
+    off = torch.cat([_difference(model, trajectory) for trajectory in stored])
+    print(
+        f"\n{len(stored)} trajectories, {len(calls)} calls, {sum(turns) / len(turns):.1f} per trajectory,"
+        f" {len(off)} sampled tokens; |learner - engine| mean {off.mean():.2e} max {off.max():.2e};"
+        f" branches {sum(c.branch_reason is not None for _, c in calls)}"
+    )
+    assert len(off) == sum(len(call.generation_token_ids) for _, call in calls)
+    assert float(off.max()) < TOLERANCE
+
+
+def _difference(model: Any, trajectory: Trajectory) -> torch.Tensor:
+    """|learner - recorded| of each sampled token, by the learner's own rows and packing."""
+    rows = build(trajectory)
+    (micro,) = pack([rows], Packing(token_budget=100_000))
+    found = log_probs(Policy(model), micro)
+    return (found - torch.from_numpy(rows.log_prob_N)).abs()
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_weights_that_change_in_flight_are_named_per_token(
+    mode: Any, tmp_path: Path, served: tuple[Any, Any]
+) -> None:
+    """Tokens before the change are those of the old weights, tokens after it those of the new ones given
+    the whole prefix, and the boundary is exact."""
+    old, tokenizer = served
+    new = models.load(old.config.name_or_path)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            if parameter.ndim > 1:
+                parameter.add_(0.05 * parameter.std() * torch.randn(parameter.shape, generator=noise))
+    new.save_pretrained(tmp_path / "new")
+    chat = ChatFormat(tokenizer)
+    ids = chat.prompt([{"role": "user", "content": "Tell a long story about a dog and a cat."}])
+
+    def probe(model: Any) -> Probe:
+        return Probe(ids=ids, log_probs=prompt_log_probs(model, ids), tolerance=1e-3)
+
+    async def work() -> list[SampleResult]:
+        sampler = await VllmSampler.connect([URL])
+        started = old.config.name_or_path
+        try:
+            await sampler.publish(started, 0, probe=probe(old))
+            params = SamplingParams(max_tokens=60)
+            tasks = [
+                asyncio.create_task(
+                    sampler.sample(
+                        SampleRequest(
+                            id=f"f.{i}.1.c0", session=f"f.{i}.1", prompt_token_ids=ids, params=params
+                        )
+                    )
+                )
+                for i in range(4)
+            ]
+            await asyncio.sleep(1.0)
+            await sampler.publish(str(tmp_path / "new"), 1, in_flight=mode, probe=probe(new))
+            return list(await asyncio.gather(*tasks))
+        finally:
+            await sampler.publish(started, 2, probe=probe(old))
+            await sampler.close()
+
+    changed = 0
+    for result in asyncio.run(work()):
+        assert result.log_probs is not None
+        whole = result.prompt_token_ids + result.token_ids
+        known = {0: prompt_log_probs(old, whole), 1: prompt_log_probs(new, whole)}
+        changed += len(result.policy_versions) == 2
+        for span in result.policy_versions:
+            for at in range(span.start, span.end):
+                reference = known[span.version][len(result.prompt_token_ids) + at]
+                assert result.log_probs[at] == pytest.approx(reference, abs=TOLERANCE)
+    assert changed, "the change came while tokens were sampled"
+
+
+def test_a_cancelled_task_leaves_nothing_running_in_the_server(served: tuple[Any, Any]) -> None:
+    async def work() -> str:
+        sampler = await VllmSampler.connect([URL])
+        try:
+            task = asyncio.create_task(
+                sampler.sample(
+                    SampleRequest(
+                        id="c",
+                        session="c",
+                        prompt_token_ids=(1, 2, 3),
+                        params=SamplingParams(max_tokens=1500),
+                    )
+                )
+            )
+            await asyncio.sleep(2.0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.sleep(2.0)
+        finally:
+            await sampler.close()
+
+        def ask() -> str:
+            with urllib.request.urlopen(f"{URL}/metrics", timeout=60) as answer:
+                return answer.read().decode()
+
+        return await asyncio.to_thread(ask)
+
+    running = [x for x in asyncio.run(work()).splitlines() if x.startswith("vllm:num_requests_running")]
+    assert [line.rpartition(" ")[2] for line in running] == ["0.0"]
