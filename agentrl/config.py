@@ -148,6 +148,12 @@ class RolloutSection(_Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     max_tokens: Positive = 1024
     """Generated tokens of one call."""
+    agent: str = "tool-agent"
+    """Who acts. `tool-agent` is built in; `mini-swe-agent` and `shell-loop` are programs that run in the
+    task's sandbox, unmodified, and are recorded through the model proxy."""
+    agent_folder: str = ""
+    """Where `pip install --target` put such a program, for the Python of the sandbox; empty: the image has
+    it."""
     context: Literal["none", "window", "observations", "summary"] = "none"
     """What happens to a history that outgrows the context. window: the oldest turns are forgotten.
     observations: old ones are cut. summary: the policy sums up, and that is trained too. Each is a branch."""

@@ -6,18 +6,24 @@ that need no sandbox stay in this process either way.
 
 from __future__ import annotations
 
+from functools import partial
+
 from agentrl.types import Task
 from envs import registry
 from envs.evidence import Admission
-from envs.sandbox.contract import Backend
+from envs.sandbox.contract import Backend, Mount
+from envs.session import Session
 from harness.gateway.remote import GatewayPlace
 from harness.rollout import OpenSession
 
 
-def open_session(place: Backend) -> OpenSession:
-    """How sessions of a run are opened."""
+def open_session(place: Backend, *, mounts: tuple[Mount, ...] = ()) -> OpenSession:
+    """How sessions of a run are opened. `mounts`: read-only folders of the agent's, only where sandboxes are
+    made here; a gateway's tasks have it in their image."""
     if isinstance(place, GatewayPlace):
         return place.open
+    if mounts:
+        return partial(Session.open, mounts=mounts)
     return registry.open_session
 
 

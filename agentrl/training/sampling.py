@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 
 from agentrl.config import RunConfig
 from agentrl.inference.sampler import Sampler
@@ -23,7 +24,9 @@ from envs.evidence import Admission
 from envs.sandbox.contract import Backend
 from harness import context as contexts
 from harness import group as groups
-from harness.agent import ToolAgent
+from harness.agent import Agent, ToolAgent
+from harness.agents import catalogue
+from harness.agents.command import CommandAgent
 from harness.chat import ChatFormat
 from harness.demonstrator import Demonstrator, Habits
 from harness.gold import GoldDemonstrator
@@ -61,9 +64,13 @@ def attempts_by(place: Workplace, sampler: Sampler, *, temperature: float) -> gr
     """Attempts of the policy behind `sampler`."""
     settings = place.settings(temperature)
     rollout = place.config.rollout
-    agent = ToolAgent(
+    agent: Agent = ToolAgent(
         context=contexts.get(rollout.context, rollout.context_tokens or None), nudges=rollout.nudges
     )
+    if rollout.agent != catalogue.BUILT_IN:
+        folder = Path(rollout.agent_folder) if rollout.agent_folder else None
+        agent = catalogue.get(rollout.agent, folder=folder)
+    mounts = agent.mounts if isinstance(agent, CommandAgent) else ()
 
     async def make(task: Task, group_id: str, index: int, attempt: int) -> Trajectory:
         return await run_one(
@@ -78,7 +85,7 @@ def attempts_by(place: Workplace, sampler: Sampler, *, temperature: float) -> gr
             agent=agent,
             settings=settings,
             attempt=attempt,
-            open_session=places.open_session(place.backend),
+            open_session=places.open_session(place.backend, mounts=mounts),
         )
 
     return make
