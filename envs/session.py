@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, nearest
 from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict, from_json, to_json
 from envs import grading, tools
 from envs.evidence import Admission, Witness, fault_of
 from envs.sandbox.adoption import Outliving
-from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Mount
+from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Following, Mount
 from envs.sandbox.images import workspace
 
 CREATE_DEADLINE_S = 120.0
@@ -304,6 +304,28 @@ class Session:
     async def diff(self) -> tuple[FileChange, ...]:
         """Changes of the workdir so far, taken from outside the sandbox."""
         return await self._witness.diff()
+
+    async def follow(
+        self, exec_id: str, *, stream: Literal["stdout", "stderr"], offset: int, max_bytes: int
+    ) -> tuple[bytes, bool]:
+        """Output of a command while it runs: see `contract.Following`."""
+        return await self._following().follow(exec_id, stream=stream, offset=offset, max_bytes=max_bytes)
+
+    async def signal(self, exec_id: str, number: int) -> bool:
+        """Signal a running command: see `contract.Following`."""
+        return await self._following().signal(exec_id, number)
+
+    def _following(self) -> Following:
+        if isinstance(self._witness.sandbox, Following):
+            return self._witness.sandbox
+        raise SandboxError(
+            f"The {self._backend.name} backend can not be asked about a command while it runs.",
+            fix="Wait for its result.",
+            owner="gateway",
+            code="unsupported",
+            phase="exec",
+            retryable=False,
+        )
 
     def _at(self, path: str) -> str:
         return posixpath.join(self.task.sandbox.workdir, path)

@@ -27,6 +27,13 @@ def open_session(place: Backend, *, mounts: tuple[Mount, ...] = ()) -> OpenSessi
     return registry.open_session
 
 
+def expect(place: Backend, group_id: str, size: int) -> None:
+    """Say that `size` members of a group will ask for a session at once, so that a gateway admits them
+    together. Sandboxes of this process are bounded by the loop itself."""
+    if isinstance(place, GatewayPlace):
+        place.expect(group_id, size)
+
+
 async def admit(task: Task, place: Backend, *, light: bool) -> Admission:
     """Validate a task where its sessions will live; a gateway decides itself how thoroughly."""
     if isinstance(place, GatewayPlace):

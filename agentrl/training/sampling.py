@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +176,14 @@ async def collect(
 def _stream(
     place: Workplace, requests: Iterable[GroupRequest], make: groups.MakeAttempt
 ) -> AsyncGenerator[GroupOutcome]:
-    return groups.run_many(requests, make, concurrency=place.config.sandbox.concurrency)
+    concurrency = place.config.sandbox.concurrency
+
+    def announced() -> Iterator[GroupRequest]:
+        for request in requests:
+            places.expect(place.backend, request.id, min(request.size, concurrency))
+            yield request
+
+    return groups.run_many(announced(), make, concurrency=concurrency)
 
 
 class Tally:

@@ -337,12 +337,16 @@ class _Capture:
         self._hash = hashlib.sha256()
         self._spool = spool
         self._spooled = 0
+        self.followed = False
+        """Spool everything from the first byte: somebody reads it while the command runs."""
 
     def feed(self, data: bytes) -> None:
         before = self.total
         self.total += len(data)
         self._hash.update(data)
-        if self.total > HEAD_BYTES + TAIL_BYTES:
+        if self.followed:
+            self._keep(data)
+        elif self.total > HEAD_BYTES + TAIL_BYTES:
             if before <= HEAD_BYTES + TAIL_BYTES:
                 self._keep(bytes(self._head))
                 self._keep(bytes(self._tail))
@@ -402,6 +406,7 @@ class _Supervisor:
                 return False
             for header, body in inbox.feed(data):
                 self.request, self.stdin = header, memoryview(body)
+                self.out.followed = self.err.followed = bool(header.get("follow"))
                 self.report = bytearray() if header.get("report_fd") else None
                 return True
 
@@ -527,12 +532,23 @@ class _Supervisor:
 
     def _told(self) -> str | None:
         try:
-            word = self.link.recv(16)
+            words = self.link.recv(64)
         except BlockingIOError:
             return None
         except OSError:
-            word = b""
-        return {b"c": "cancelled", b"a": "kill_all"}.get(word[-1:], "orphaned")
+            words = b""
+        if not words:
+            return "orphaned"
+        reason = None
+        while words:
+            if words[:1] == b"s":  # a signal for the command, with its number
+                if self.tree.main is not None and self.tree.main_status is None:
+                    _signal(-self.tree.main, words[1])
+                words = words[2:]
+            else:
+                reason = {b"c": "cancelled", b"a": "kill_all"}[words[:1]]
+                words = words[1:]
+        return reason
 
     def _give(self, fd: int) -> int | None:
         try:
@@ -1093,6 +1109,14 @@ class Agent:
         if op == "cancel":
             self._tell(header["exec_id"], b"c")
             return {}, b""
+        if op == "signal":
+            if not 0 < int(header["number"]) < 65:
+                raise Refused("bad_request", "no signal has the number {}".format(header["number"]))
+            if header["exec_id"] not in self._execs:
+                raise Refused("not_found", "no command {}".format(header["exec_id"]))
+            running = self._execs[header["exec_id"]].header is None
+            self._tell(header["exec_id"], b"s" + bytes([int(header["number"])]))
+            return {"running": running}, b""
         if op == "probe":
             return self._probe(), b""
         if op == "output":
@@ -1167,10 +1191,18 @@ class Agent:
         run = self._execs.get(header["exec_id"])
         if run is None:
             raise Refused("not_found", "no command {}".format(header["exec_id"]))
+        second = header.get("stream", "stdout") != "stdout"
+        offset, most = int(header["offset"]), min(int(header["max_bytes"]), SPOOL_BYTES)
         if run.spools is None:
-            raise Refused("expired", "the output of {} is no longer kept".format(header["exec_id"]))
-        fd = run.spools[0 if header.get("stream", "stdout") == "stdout" else 1]
-        data = os.pread(fd, min(int(header["max_bytes"]), SPOOL_BYTES), int(header["offset"]))
+            # Nothing was spooled: the result itself may hold all of it.
+            facts = None if run.header is None else run.header["stderr" if second else "stdout"]
+            if run.header is None or run.body is None or facts is None or facts["truncated"]:
+                raise Refused("expired", "the output of {} is no longer kept".format(header["exec_id"]))
+            before = run.header["stdout"]["head"] + run.header["stdout"]["tail"] if second else 0
+            whole = run.body[before : before + facts["head"] + facts["tail"]]
+            return {"size": len(whole), "finished": True}, whole[offset : offset + most]
+        fd = run.spools[1 if second else 0]
+        data = os.pread(fd, most, offset)
         return {"size": os.fstat(fd).st_size, "finished": run.header is not None}, data
 
     # -- commands

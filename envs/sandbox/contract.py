@@ -47,6 +47,8 @@ class ExecRequest:
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     user: Literal["policy", "root"] = "policy"
     """`root` is the sandbox's own root, for set-up and grading; never the host's."""
+    follow: bool = False
+    """Keep its output from the first byte, so that it can be read while it runs (`Following`)."""
     report_fd: bool = False
     """Give the command an extra pipe as fd 3, returned as `ExecResult.report`: a channel apart from its
     output."""
@@ -181,6 +183,24 @@ class Sandbox(Protocol):
 
     async def close(self) -> None:
         """End it and give everything back. Idempotent, never raises, under a second."""
+        ...
+
+
+@runtime_checkable
+class Following(Protocol):
+    """A sandbox whose commands can be watched and signalled while they run. Optional beside `Sandbox`."""
+
+    async def follow(
+        self, exec_id: str, *, stream: Literal["stdout", "stderr"], offset: int, max_bytes: int
+    ) -> tuple[bytes, bool]:
+        """Output of a command that was sent with `follow`, from a byte on, as far as it has come, and whether
+        the command has ended (then an empty answer is the end). At most `SPOOL_BYTES` are kept. Raises
+        FileNotFoundError for a command that was never sent, ValueError when its output is no longer kept."""
+        ...
+
+    async def signal(self, exec_id: str, number: int) -> bool:
+        """Send a signal to a command's process group; False when it had ended already. Raises
+        FileNotFoundError for a command that was never sent."""
         ...
 
 

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from agentrl.errors import ExecUnknown, SandboxError
 from agentrl.types import ExecStatus
@@ -104,6 +104,7 @@ class LiveSandbox:
             "timeout_s": request.timeout_s,
             "user": request.user,
             "report_fd": request.report_fd,
+            "follow": request.follow,
             "has_stdin": request.stdin is not None,
             "cwd": None if request.cwd is None else self._paths.inside(request.cwd),
         }
@@ -179,6 +180,24 @@ class LiveSandbox:
         }
         _, body = await self._call(header, deadline_s=self._allowance_s)
         return body
+
+    async def follow(
+        self, exec_id: str, *, stream: Literal["stdout", "stderr"], offset: int, max_bytes: int
+    ) -> tuple[bytes, bool]:
+        header = {
+            "op": "output",
+            "exec_id": exec_id,
+            "stream": stream,
+            "offset": offset,
+            "max_bytes": max_bytes,
+        }
+        facts, body = await self._call(header, deadline_s=self._allowance_s)
+        return body, bool(facts["finished"])
+
+    async def signal(self, exec_id: str, number: int) -> bool:
+        header = {"op": "signal", "exec_id": exec_id, "number": number}
+        facts, _ = await self._call(header, deadline_s=self._allowance_s)
+        return bool(facts["running"])
 
     async def read_file(self, path: str, *, max_bytes: int = 16 * 1024 * 1024) -> bytes:
         header = {"op": "read", "path": self._paths.inside(path), "max_bytes": max_bytes}

@@ -15,10 +15,10 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -372,6 +372,78 @@ def run(session_id: str, body: wire.ExecBody, *, deadline_s: float | None = None
         body=body.model_dump_json().encode(),
         read=_model(wire.ExecView),
         deadline_s=body.timeout_s + 900.0 if deadline_s is None else deadline_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A piece of a command's output. `ended` with empty `data`: that was all."""
+
+    data: bytes
+    ended: bool
+
+
+def output(
+    session_id: str,
+    exec_id: str,
+    *,
+    stream: Literal["stdout", "stderr"] = "stdout",
+    offset: int = 0,
+    wait_s: float = 0.0,
+) -> Call[Output]:
+    """What a command that was sent with `follow` has written from a byte on; see `follow`."""
+    return Call(
+        method="GET",
+        path=_of(session_id, "exec", exec_id, "output"),
+        params={"stream": stream, "offset": offset, "wait_s": wait_s},
+        read=lambda response: Output(response.content, response.headers.get("x-exec-ended") == "true"),
+    )
+
+
+async def follow(
+    client: AsyncClient,
+    session_id: str,
+    exec_id: str,
+    *,
+    stream: Literal["stdout", "stderr"] = "stdout",
+    offset: int = 0,
+) -> AsyncIterator[bytes]:
+    """A command's output as it comes, to its end; nothing is lost or repeated when connections break."""
+    while True:
+        piece = await client.send(output(session_id, exec_id, stream=stream, offset=offset, wait_s=HOLD_S))
+        if piece.data:
+            offset += len(piece.data)
+            yield piece.data
+        elif piece.ended:
+            return
+
+
+def follow_sync(
+    client: Client,
+    session_id: str,
+    exec_id: str,
+    *,
+    stream: Literal["stdout", "stderr"] = "stdout",
+    offset: int = 0,
+) -> Iterator[bytes]:
+    """`follow` for synchronous callers."""
+    while True:
+        piece = client.send(output(session_id, exec_id, stream=stream, offset=offset, wait_s=HOLD_S))
+        if piece.data:
+            offset += len(piece.data)
+            yield piece.data
+        elif piece.ended:
+            return
+
+
+def signal(session_id: str, exec_id: str, name: str) -> Call[wire.SignalView]:
+    """Signal a running command; again is again, so a lost answer may mean two."""
+    body = wire.SignalBody.model_validate({"signal": name})
+    return Call(
+        method="POST",
+        path=_of(session_id, "exec", exec_id, "signal"),
+        body=body.model_dump_json().encode(),
+        read=_model(wire.SignalView),
     )
 
 

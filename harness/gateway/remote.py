@@ -135,6 +135,8 @@ class GatewayPlace:
         self._name = name
         self._isolation = isolation
         self._client = client or gateway.AsyncClient(url)
+        self._sizes: dict[str, int] = {}
+        """Of groups no member of which has been admitted yet."""
 
     @classmethod
     def connect(cls, url: str) -> GatewayPlace:
@@ -152,6 +154,11 @@ class GatewayPlace:
     @property
     def isolation(self) -> Isolation:
         return self._isolation
+
+    def expect(self, group_id: str, size: int) -> None:
+        """Say how many members of a group will ask at once, before the first does: the gateway admits them
+        together or not at all. Do not promise more than will ask while the others wait."""
+        self._sizes[_key(group_id)] = size
 
     async def open(
         self,
@@ -173,13 +180,15 @@ class GatewayPlace:
             return await registry.open_session(
                 task, self, session_id=session_id, signing_key=signing_key, admission=admission
             )
+        group = _key(session_id.rsplit(".", 2)[0])
         view = await self._client.send(
             gateway.open_session(
                 client_key=f"{_key(session_id)}:{uuid.uuid4().hex}",
                 task_id=task.id,
                 revision=task.revision,
                 limits=task.limits,
-                group_id=_key(session_id.rsplit(".", 2)[0]),
+                group_id=group,
+                group_size=self._sizes.get(group, 1),
                 queue_timeout_s=QUEUE_TIMEOUT_S,
                 lease_ttl_s=LEASE_S,
             )
@@ -190,6 +199,7 @@ class GatewayPlace:
                 view = await self._client.send(gateway.session(view.id, wait_s=gateway.HOLD_S))
             if view.state not in ("ready", "running"):
                 raise _unready(view)
+            self._sizes.pop(group, None)  # who comes again after a fault goes alone
         except BaseException:
             with contextlib.suppress(AgentRLError):
                 await asyncio.shield(asyncio.ensure_future(self._client.send(gateway.delete(view.id))))

@@ -164,6 +164,8 @@ class ExecBody(_Wire):
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Plain] = Field(default_factory=dict)
     stdin_base64: str | None = None
     timeout_s: Annotated[float, Field(gt=0, le=MAX_EXEC_S)] = 60.0
+    follow: bool = False
+    """Its output is to be read while it runs: `GET …/exec/{exec_id}/output`."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> ExecBody:
@@ -183,7 +185,22 @@ class ExecBody(_Wire):
             env=dict(self.env),
             stdin=None if self.stdin_base64 is None else base64.b64decode(self.stdin_base64),
             timeout_s=self.timeout_s,
+            follow=self.follow,
         )
+
+
+class SignalBody(_Wire):
+    """A signal for the process group of a running command."""
+
+    model_config = _example(signal="INT")
+
+    signal: Literal["HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "STOP"]
+
+
+class SignalView(_Wire):
+    """`running`: the command had not ended when the signal came."""
+
+    running: bool
 
 
 class StreamView(_Wire):

@@ -9,13 +9,15 @@ Only this module and `limits` know HTTP. (Annotations are evaluated here: FastAP
 import hashlib
 import logging
 import posixpath
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 
@@ -343,6 +345,50 @@ def _sessions(gateway: Gateway) -> APIRouter:
         """The result of a command that was sent before."""
         done = await gateway.exec_again(one, exec_id, wait_s=wait_s)
         return later(one) if done is None else done
+
+    @router.get(
+        "/sessions/{session_id}/exec/{exec_id}/output",
+        tags=["act"],
+        response_class=Response,
+        responses={200: {"content": {"application/octet-stream": {}}}},
+    )
+    async def output(
+        one: Session,
+        exec_id: Name,
+        stream: Literal["stdout", "stderr"] = "stdout",
+        offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
+        follow: bool = False,
+        wait_s: Wait = 0.0,
+    ) -> Response:
+        """Output of a command that was sent with `follow`, from a byte on, while it runs and after.
+
+        What there is now (with `wait_s`: as soon as there is some), and in the headers `X-Next-Offset` and
+        `X-Exec-Ended`: ask again from there until an empty answer that has ended. With `follow=true` one
+        answer goes on until the command ends; if it is cut, go on from the bytes you have.
+        """
+        look = partial(gateway.follow, one, exec_id, stream=stream)
+        try:
+            data, ended = await look(offset=offset, wait_s=wait_s)
+        except ValueError as error:
+            raise Refused(410, "forgotten", f"{error}."[:1000], fix="Send it with follow: true.") from error
+        if not follow:
+            headers = {"X-Next-Offset": str(offset + len(data)), "X-Exec-Ended": str(ended).lower()}
+            return Response(data, media_type="application/octet-stream", headers=headers)
+
+        async def rest() -> AsyncIterator[bytes]:
+            at, piece, over = offset, data, ended
+            while piece or not over:
+                yield piece
+                at += len(piece)
+                piece, over = await look(offset=at, wait_s=DEFAULT_WAIT_S)
+
+        return StreamingResponse(rest(), media_type="application/octet-stream")
+
+    @router.post("/sessions/{session_id}/exec/{exec_id}/signal", tags=["act"])
+    async def send_signal(one: Session, exec_id: Name, body: wire.SignalBody) -> wire.SignalView:
+        """Signal the process group of a running command."""
+        number = signal.Signals[f"SIG{body.signal}"].value
+        return wire.SignalView(running=await gateway.signal(one, exec_id, number))
 
     @router.put("/sessions/{session_id}/files", tags=["act"])
     async def put_file(

@@ -20,9 +20,10 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, StoreError, nearest
 from agentrl.store import SessionMove, SessionRow, Store, TenantRow
@@ -64,6 +65,9 @@ GROUP_REMEMBERED_S = 6 * 3600.0
 ADOPTIONS_AT_ONCE = 16
 MAX_PENDING = 16
 """Operations of one session that may wait for each other."""
+FOLLOW_BYTES = 1 << 20
+FOLLOW_PAUSE_S = 0.05
+"""Between two looks at a command that has said nothing new."""
 KEPT_RESULTS = 32
 """Results of a session that can be asked for again; an older one is forgotten, but never run twice."""
 KEPT_ENDED = 2048
@@ -123,6 +127,8 @@ class Live:
     lease_ttl_s: float
     lease_until: float
     lease_epoch: int = 1
+    asking: int = 0
+    """Requests that wait until it is made."""
     lease_told: float = float("-inf")
     """Until when the sandbox itself believes that it is held."""
     state: State = State.QUEUED
@@ -764,6 +770,16 @@ class Gateway:
         live.lease_until = max(live.lease_until, self._clock() + live.lease_ttl_s)
         self._tell_lease(live)
 
+    @contextmanager
+    def _asking(self, live: Live) -> Iterator[None]:
+        """Somebody waits for the session to be made, which is ours: its lease does not end meanwhile."""
+        live.asking += 1
+        try:
+            yield
+        finally:
+            live.asking -= 1
+            self._hold(live, None)
+
     def _tell_lease(self, live: Live) -> None:
         """The sandbox itself must know until when it is held, should this process end; to a tenth."""
         if live.session is not None and abs(live.lease_until - live.lease_told) > live.lease_ttl_s / 10:
@@ -842,13 +858,14 @@ class Gateway:
     async def settled(self, live: Live, wait_s: float) -> None:
         """Wait, at most so long, until it is ready or ended."""
         until = time.monotonic() + wait_s
-        while live.state in (State.QUEUED, State.ADMITTED, State.PROVISIONING):
-            changed = live.changed
-            try:
-                async with asyncio.timeout(until - time.monotonic()):
-                    await changed.wait()
-            except TimeoutError:
-                return
+        with self._asking(live):
+            while live.state in (State.QUEUED, State.ADMITTED, State.PROVISIONING):
+                changed = live.changed
+                try:
+                    async with asyncio.timeout(until - time.monotonic()):
+                        await changed.wait()
+                except TimeoutError:
+                    return
 
     def capacity(self, tenant: str) -> wire.CapacityView:
         mine = Counter(str(live.state) for live in self._live.values() if live.tenant == tenant)
@@ -895,19 +912,64 @@ class Gateway:
 
     async def exec_again(self, live: Live, exec_id: str, *, wait_s: float) -> wire.ExecView | None:
         """The result of a command that was sent before."""
-        known = live.operations.get(("exec", exec_id))
-        if known is None and live.session is not None and f"{live.id}.x.{exec_id}" in live.session.past_execs:
+        known = self._sent(live, exec_id)
+        if known is None:
             again = wire.ExecBody(exec_id=exec_id, argv=("true",), timeout_s=wire.MAX_EXEC_S)
             return await self.exec(live, again, wait_s=wait_s)  # the sandbox knows it, and answers as then
-        if known is None:
+        view: wire.ExecView | None = await self._result(live, known, wait_s)
+        return view
+
+    async def follow(
+        self,
+        live: Live,
+        exec_id: str,
+        *,
+        stream: Literal["stdout", "stderr"],
+        offset: int,
+        wait_s: float,
+    ) -> tuple[bytes, bool]:
+        """Output of a command from a byte on, while it runs and after, and whether it has ended. Waits until
+        there is some, or it has ended, or `wait_s` is over. Takes no permit and no turn."""
+        operation = self._sent(live, exec_id)
+        until = time.monotonic() + wait_s
+        while True:
+            if live.session is None or live.ended or live.ending is not None:
+                raise Over(live.state, live.fault)
+            try:
+                data, ended = await live.session.follow(
+                    f"{live.id}.x.{exec_id}", stream=stream, offset=offset, max_bytes=FOLLOW_BYTES
+                )
+            except FileNotFoundError:  # it still waits for its turn
+                data = b""
+                ended = operation is not None and operation.task is not None and operation.task.done()
+            if data or ended or time.monotonic() >= until:
+                self._hold(live, None)
+                return data, ended
+            await asyncio.sleep(FOLLOW_PAUSE_S)
+
+    async def signal(self, live: Live, exec_id: str, number: int) -> bool:
+        """Signal a running command; False when it had ended, or has not begun."""
+        self._sent(live, exec_id)
+        self._alive(live)
+        assert live.session is not None, "a command was sent, so there is a session"
+        try:
+            return await live.session.signal(f"{live.id}.x.{exec_id}", number)
+        except FileNotFoundError:
+            return False
+
+    def _sent(self, live: Live, exec_id: str) -> Operation | None:
+        """A command that was sent; None: by a process before this one."""
+        known = live.operations.get(("exec", exec_id))
+        if known is None and (
+            live.session is None or f"{live.id}.x.{exec_id}" not in live.session.past_execs
+        ):
             raise Refused(
                 404,
                 "unknown_exec",
                 f"Session {live.id} ran no command {exec_id}.",
                 fix="Send it with POST …/exec.",
             )
-        view: wire.ExecView | None = await self._result(live, known, wait_s)
-        return view
+        return known
 
     async def once(self, live: Live, what: str, work: Callable[[Session], Awaitable[T]]) -> T:
         """A file operation or a diff: short, so its answer is waited for."""
@@ -995,7 +1057,8 @@ class Gateway:
                 "This was done long ago and its result is no longer kept.",
                 fix="Use a new id.",
             )
-        await asyncio.wait({operation.task}, timeout=wait_s)
+        if not operation.task.done():
+            await asyncio.wait({operation.task}, timeout=wait_s)
         if not operation.task.done():
             return None
         if operation.task.cancelled():
@@ -1261,7 +1324,7 @@ class Gateway:
                 message=f"Not admitted within {live.request.queue_timeout_s:g} s: "
                 + ("other members of its group are missing." if self._alone(live) else "no slot was free."),
             )
-        if now >= live.lease_until:
+        if now >= live.lease_until and not live.asking:
             return self._own(
                 "lease_expired",
                 f"Nobody renewed the lease for {live.lease_ttl_s:g} s (state {live.state}).",

@@ -50,6 +50,14 @@ def write_weights(folder: Path, weights: int | str) -> str:
     return str(folder)
 
 
+def read_weights(location: str) -> Any:
+    """What a location holds: a number, or a text that says why it can not be loaded."""
+    if location.startswith("weights:"):
+        return int(location.removeprefix("weights:"))
+    file = Path(location) / "model.safetensors"
+    return json.loads(file.read_text()) if file.exists() else "no safetensors there"
+
+
 @dataclass(eq=False)
 class Running:
     """One generation."""
@@ -62,7 +70,10 @@ class Running:
 
 
 class FakeVllm:
-    """One server. `step_s` is the time of a token. Its counters and logs are for assertions."""
+    """One server. `step_s` is the time of a token. Its counters and logs are for assertions.
+
+    `say` and `read` make another model of it: log-probs of every next id, and weights from a location.
+    """
 
     def __init__(
         self,
@@ -73,9 +84,15 @@ class FakeVllm:
         processed: bool = True,
         development: bool = True,
         model: str = "fake",
+        vocab: int = VOCAB,
+        say: Callable[..., list[float]] = log_probs,
+        read: Callable[[str], Any] = read_weights,
     ) -> None:
+        self.vocab = vocab
+        self.say = say
+        self.read = read
         self.started_with = weights
-        self.weights: int | None = weights
+        self.weights: Any = weights
         self.context = context
         self.step_s = step_s
         self.processed = processed
@@ -197,12 +214,8 @@ class FakeVllm:
         return Answer(404, {"detail": "Not Found"})
 
     def _rpc(self, method: str, location: str) -> Answer:
-        if location.startswith("weights:"):
-            found: Any = int(location.removeprefix("weights:"))
-        else:
-            file = Path(location) / "model.safetensors"
-            found = json.loads(file.read_text()) if file.exists() else "no safetensors there"
-        if not isinstance(found, int):
+        found = self.read(location)
+        if isinstance(found, str):
             return Answer(500, {"error": {"message": found}})
         if method == "agentrl_load_weights":
             assert self.paused is not None, "weights changed under running requests"
@@ -215,13 +228,12 @@ class FakeVllm:
         ids = body["prompt"]
         listed: list[Any] = [None]
         for at in range(1, len(ids)):
-            assert self.weights is not None
-            listed.append({str(ids[at]): {"logprob": log_probs(self.weights, ids[:at])[ids[at]]}})
+            listed.append({str(ids[at]): {"logprob": self.say(self.weights, ids[:at])[ids[at]]}})
         return {"choices": [{"prompt_logprobs": listed, "prompt_token_ids": ids}]}
 
     async def _generate(self, body: dict[str, Any], reader: asyncio.StreamReader) -> Answer | None:
         prompt = body["token_ids"]
-        if max(prompt) >= VOCAB:
+        if max(prompt) >= self.vocab:
             return Answer(400, {"error": {"message": f"Token id {max(prompt)} is out of vocabulary"}})
         if len(prompt) >= self.context:
             return Answer(400, {"error": {"message": "the prompt is too long"}})
@@ -252,16 +264,15 @@ class FakeVllm:
                 await asyncio.sleep(0.002)
             if one.aborted:
                 return "abort"
-            assert self.weights is not None
             prefix = prompt + one.ids
-            sampled = log_probs(self.weights, prefix, temperature=temperature)
-            said = sampled if self.processed and temperature else log_probs(self.weights, prefix)
+            sampled = self.say(self.weights, prefix, temperature=temperature)
+            said = sampled if self.processed and temperature else self.say(self.weights, prefix)
             token = (
                 sampled.index(max(sampled))
                 if not temperature
-                else self.rng.choices(range(VOCAB), [math.exp(x) for x in sampled])[0]
+                else self.rng.choices(range(len(sampled)), [math.exp(x) for x in sampled])[0]
             )
-            best = sorted(range(VOCAB), key=lambda i: -said[i])[: params.get("logprobs", 0)]
+            best = sorted(range(len(said)), key=lambda i: -said[i])[: params.get("logprobs", 0)]
             one.ids.append(token)
             one.listed.append([(i, said[i]) for i in dict.fromkeys([token, *best])])
             one.labels.append(self.label)

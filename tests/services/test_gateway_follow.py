@@ -1,0 +1,120 @@
+"""Commands are watched and signalled while they run, over HTTP, on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from gateway_given import IMAGE, World, until, world
+
+from agentrl.errors import SandboxError
+from agentrl.store import Store
+from agentrl.types import Task, to_dict
+from envs.evidence import Admission
+from envs.sandbox.plain import PlainBackend
+from harness.gateway import client as calls
+from harness.gateway import wire
+
+
+@asynccontextmanager
+async def on_processes(store: Store, task: Task, folder: Path) -> AsyncIterator[tuple[World, str]]:
+    """A gateway over processes of this machine, and a ready session."""
+    record = Admission(
+        task_id=task.id,
+        revision=task.revision,
+        image_digest=IMAGE,
+        backend="plain",
+        valid=True,
+        mode="light",
+        repeats=1,
+        runtime_s=0.1,
+        admitted_at=1.0,
+    )
+    store.add_admission(task.id, task.revision, valid=True, facts=to_dict(record))
+    async with world(store, [task], backend=PlainBackend(folder / "state")) as here:  # type: ignore[arg-type]
+        view = await here.ada.send(calls.open_session(client_key="k", task_id=task.id))
+        while view.waiting:
+            view = await here.ada.send(calls.session(view.id, wait_s=5))
+        assert view.state == "ready", view.fault
+        yield here, view.id
+
+
+def body(command: str, exec_id: str = "e") -> wire.ExecBody:
+    return wire.ExecBody(exec_id=exec_id, command=command, timeout_s=60, follow=True)
+
+
+def test_output_is_read_while_the_command_runs_and_is_whole(store: Store, task: Task, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with on_processes(store, task, tmp_path) as (here, session):
+            command = (
+                "echo one; while [ ! -e go ]; do sleep 0.05; done; head -c 700000 /dev/zero | tr '\\0' x"
+            )
+            asked = asyncio.create_task(here.ada.send(calls.run(session, body(command))))
+            await until(lambda: bool(here.gateway._live[session].operations))
+            seen = b""
+            async for piece in calls.follow(here.ada, session, "e"):
+                if not seen:
+                    assert not asked.done()  # it waits for what we do now
+                    await _touch(here, session)
+                seen += piece
+            done = await asked
+            assert seen == b"one\n" + b"x" * 700000
+            assert done.stdout.bytes_total == len(seen)
+            assert done.stdout.sha256 == hashlib.sha256(seen).hexdigest()
+            async with here.raw() as http:  # the same in one answer, from the middle
+                got = await http.get(
+                    f"/v1/sessions/{session}/exec/e/output", params={"follow": True, "offset": 2}
+                )
+                assert got.content == seen[2:]
+                end = await http.get(f"/v1/sessions/{session}/exec/e/output", params={"offset": len(seen)})
+                assert (end.content, end.headers["x-exec-ended"]) == (b"", "true")
+
+    asyncio.run(run())
+
+
+async def _touch(here: World, session: str) -> None:
+    """Beside the running command, which holds the session's turn: straight into its sandbox."""
+    live = here.gateway._live[session]
+    assert live.session is not None
+    await live.session.write_file("go", b"", mode=0o644)
+
+
+def test_a_signal_reaches_the_running_command_and_only_that(store: Store, task: Task, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with on_processes(store, task, tmp_path) as (here, session):
+            command = "trap 'echo caught; exit 5' INT; echo ready; while :; do sleep 0.05; done"
+            asked = asyncio.create_task(here.ada.send(calls.run(session, body(command))))
+            await until(lambda: bool(here.gateway._live[session].operations))
+            async for piece in calls.follow(here.ada, session, "e"):
+                if b"ready" in piece:
+                    assert (await here.ada.send(calls.signal(session, "e", "INT"))).running
+            done = await asked
+            assert (done.status, done.exit_code, done.stdout.head) == ("exited", 5, "ready\ncaught\n")
+            assert not (await here.ada.send(calls.signal(session, "e", "KILL"))).running
+            after = await here.ada.send(calls.run(session, body("echo on", "f")))
+            assert after.stdout.head == "on\n"
+            with pytest.raises(SandboxError, match="ran no command g"):
+                await here.ada.send(calls.signal(session, "g", "INT"))
+
+    asyncio.run(run())
+
+
+def test_output_of_a_command_that_was_not_followed_is_that_of_its_result_or_is_gone(
+    store: Store, task: Task, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with on_processes(store, task, tmp_path) as (here, session):
+            small = wire.ExecBody(exec_id="s", command="echo out; echo err >&2")
+            await here.ada.send(calls.run(session, small))
+            piece = await here.ada.send(calls.output(session, "s", stream="stderr"))
+            assert (piece.data, piece.ended) == (b"err\n", True)
+            async with here.raw() as http:
+                assert (await http.get(f"/v1/sessions/{session}/exec/x/output")).status_code == 404
+                bad = await http.get(f"/v1/sessions/{session}/exec/s/output", params={"stream": "third"})
+                assert bad.status_code == 422
+
+    asyncio.run(run())
