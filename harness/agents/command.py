@@ -48,13 +48,25 @@ class AgentCommand:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Written into the sandbox before the start, by absolute path outside the workdir."""
     folder: Path | None = None
-    """Packages that the agent is made of (`pip install --target`), given read-only at `/opt/agent`; None when
-    the task's image has it."""
+    """Packages that the agent is made of (`pip install --target`); None when the task's image has it. Below
+    `/usr` they are used where they are (local sandboxes see this machine's `/usr`, an image has its own);
+    from anywhere else a copy is given read-only at `/opt/agent`, compared with its source at every start."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether sandboxes see the folder without being given it."""
+        return self.folder is not None and self.folder.is_relative_to("/usr")
+
+    @property
+    def python_path(self) -> str:
+        """Where the packages are in the sandbox."""
+        return str(self.folder) if self.shared else FOLDER
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
         """For `Session.open`."""
-        return () if self.folder is None else (Mount(source=str(self.folder), target=FOLDER),)
+        given = self.folder is not None and not self.shared
+        return (Mount(source=str(self.folder), target=FOLDER),) if given else ()
 
 
 class CommandAgent:
@@ -113,7 +125,7 @@ class CommandAgent:
             argv=("python3", f"{folder}.py", folder, f"{seconds:.1f}", "--", *words),
             env={
                 **dict.fromkeys(KEYS, key),
-                "PYTHONPATH": FOLDER,
+                "PYTHONPATH": self._command.python_path,
                 "AGENTRL_INSTRUCTION": attempt.task.instruction,
                 **self._command.env,
             },

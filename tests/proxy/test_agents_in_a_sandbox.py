@@ -155,7 +155,7 @@ def test_an_agent_that_goes_on_without_end_is_stopped_by_its_budget_and_graded(
 
 @pytest.mark.skipif(
     not os.environ.get("AGENTRL_TEST_MINI"),
-    reason="AGENTRL_TEST_MINI names no folder of `pip install --target FOLDER mini-swe-agent`",
+    reason="AGENTRL_TEST_MINI names no folder of `pip install --target /usr/local/lib/mini mini-swe-agent`",
 )
 @pytest.mark.parametrize("name", backends())
 def test_mini_swe_agent_runs_unmodified_and_every_call_is_exact(name: str, tmp_path: Path) -> None:
