@@ -113,15 +113,27 @@ class SandboxSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class GraderUse:
+    """One grader of a task: `use` names it, `name` is its component of the reward."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+    use: str
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
 class GraderSpec:
     """How a task is graded. `tests`: outcomes by name from our runner; `script`: the Harbor contract
-    (tests/test.sh); `environment`: the `grade()` of a tool environment, on an untouched instance."""
+    (tests/test.sh); `environment`: the `grade()` of a tool environment, on an untouched instance; `graders`:
+    the weighted sum of the graders that are named."""
 
-    kind: Literal["tests", "script", "environment"]
+    kind: Literal["tests", "script", "environment", "graders"]
     fail_to_pass: tuple[str, ...] = ()
     pass_to_pass: tuple[str, ...] = ()
     protected_paths: tuple[str, ...] = ()
     """Workspace paths restored from the original before grading, whatever the policy did to them."""
+    graders: tuple[GraderUse, ...] = ()
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
 
 

@@ -25,6 +25,7 @@ from agentrl.types import (
     EvidenceKey,
     ExecStatus,
     Fault,
+    GraderUse,
     JsonScalar,
     Task,
     TestOutcome,
@@ -32,7 +33,9 @@ from agentrl.types import (
     content_hash,
     to_json,
 )
-from envs.evidence import Admission, Witness, fault_of
+from envs.evidence import CONTROL_DEADLINE_S, Admission, Witness, fault_of
+from envs.graders import registry as graders
+from envs.graders.contract import Attempt, Graded, Grader, Steps, TestsSeen
 from envs.report import PROGRAM_HASH, TestReport, TestRun
 from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Isolation, Mount
 from envs.tasks import package
@@ -135,15 +138,19 @@ async def grade(
     admission: Admission | None,
     signing_key: bytes,
     fault: Fault | None = None,
+    steps: Steps | None = None,
 ) -> Verdict:
-    """Judge a diff. `seen` is the evidence about the agent's sandbox (E1 to E6); `fault` one that is scored.
+    """Judge a diff. `seen` is the evidence about the agent's sandbox (E1 to E6); `fault` one that is scored;
+    `steps` what was done, for graders of the process (None: not all of it is known).
 
     Never raises a `BoundaryError`: what fails is recorded as the verdict's fault.
     """
     admitted = _admitted(task, image, admission)
     try:
         kept, undone = gradable(changes, task.grader.protected_paths)
-        result = await verify(task, backend, image=image, changes=kept, session=session)
+        result = await verify(
+            task, backend, image=image, changes=kept, session=session, attempted=Attempted(steps=steps)
+        )
     except BoundaryError as error:
         return sign(unscored(fault_of(error), (*seen, admitted), isolation=backend.isolation), signing_key)
     evidence = (*seen, *result.evidence, admitted)
@@ -225,14 +232,35 @@ def _admitted(task: Task, image: str, admission: Admission | None) -> Evidence:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Attempted:
+    """An attempt behind a diff, and what was done in it, as far as that is known."""
+
+    steps: Steps | None
+
+
 async def verify(
-    task: Task, backend: Backend, *, image: str, changes: tuple[FileChange, ...], session: str
+    task: Task,
+    backend: Backend,
+    *,
+    image: str,
+    changes: tuple[FileChange, ...],
+    session: str,
+    attempted: Attempted | None = None,
 ) -> Verified:
-    """Run the verifier on a gradable diff; once more when what failed was not the policy's."""
+    """Run the verifier on a gradable diff; once more when what failed was not the policy's.
+
+    Without `attempted` (admission) there was no attempt, and only graders that decide are asked.
+    """
     for attempt in range(1, VERIFY_ATTEMPTS + 1):
         try:
             return await _once(
-                task, backend, image=image, changes=changes, session=f"{session}-verify{attempt}"
+                task,
+                backend,
+                image=image,
+                changes=changes,
+                session=f"{session}-verify{attempt}",
+                attempted=attempted,
             )
         except BoundaryError as error:
             if not error.retryable or attempt == VERIFY_ATTEMPTS:
@@ -242,7 +270,13 @@ async def verify(
 
 
 async def _once(
-    task: Task, backend: Backend, *, image: str, changes: tuple[FileChange, ...], session: str
+    task: Task,
+    backend: Backend,
+    *,
+    image: str,
+    changes: tuple[FileChange, ...],
+    session: str,
+    attempted: Attempted | None,
 ) -> Verified:
     folder = Path(task.path)
     if package.revision_of(folder) != task.revision:
@@ -270,8 +304,11 @@ async def _once(
         witness = Witness(sandbox, image=image, spec=task.sandbox, session=session)
         await witness.probe("verify")
         files = package.test_files(folder)
-        judge = _by_tests if task.grader.kind == "tests" else _by_script
-        verified = await judge(task, witness, files, session)
+        if task.grader.kind == "graders":
+            verified = await _by_graders(task, witness, files, session, changes, attempted)
+        else:
+            judge = _by_tests if task.grader.kind == "tests" else _by_script
+            verified = await judge(task, witness, files, session)
     finally:
         await sandbox.close()
     return replace(verified, evidence=(_fresh(witness, changes), *verified.evidence))
@@ -457,6 +494,110 @@ async def _by_script(task: Task, witness: Witness, files: dict[str, str], sessio
     return Verified(
         passed=reward >= 1.0, reward=reward, components=components, tests=(), evidence=(e8, e9), flags=()
     )
+
+
+# ------------------------------------------------------------------------------------------ graders by name
+
+
+async def _by_graders(
+    task: Task,
+    witness: Witness,
+    files: dict[str, str],
+    session: str,
+    changes: tuple[FileChange, ...],
+    attempted: Attempted | None,
+) -> Verified:
+    """The weighted sum of what the task's graders say. One that can not judge leaves no reward at all."""
+    started = time.monotonic()
+
+    async def run(request: ExecRequest) -> ExecResult:
+        result = await witness.exec(request)
+        await witness.probe("verify")
+        if result.status is ExecStatus.OOM or witness.oom_kills():
+            raise _environment("verifier_oom", "something was killed for memory.")
+        return result
+
+    async def run_tests(fails: tuple[str, ...], passes: tuple[str, ...]) -> TestsSeen:
+        named = replace(task, grader=replace(task.grader, fail_to_pass=fails, pass_to_pass=passes))
+        seen = await _by_tests(named, witness, files, session)
+        e8 = next(link for link in seen.evidence if link.key is EvidenceKey.E8_REPORT_COMPLETE)
+        return TestsSeen(
+            passed=seen.passed,
+            share=seen.components["tests_passed"],
+            tests=seen.tests,
+            facts=e8.facts,
+            fault=seen.fault,
+        )
+
+    attempt = Attempt(
+        task=task,
+        session=session,
+        changes=changes,
+        steps=attempted.steps if attempted is not None else None,
+        run=run,
+        run_tests=run_tests,
+    )
+    said: dict[str, Graded] = {}
+    deciding: list[float] = []
+    for use in task.grader.graders:
+        grader = graders.make(use)
+        if attempted is None and not grader.decides:
+            continue
+        said[use.name] = await _graded(use, grader, attempt)
+        if grader.decides:
+            deciding.append(said[use.name].value)
+    await witness.probe("verify")  # whatever the graders did: it is still the same sandbox, and whole
+    weights = {use.name: use.weight for use in task.grader.graders}
+    fault = next((each.fault for each in said.values() if each.fault is not None), None)
+    components = {name: each.value for name, each in said.items()}
+    components |= {f"{name}/{k}": float(v) for name, each in said.items() for k, v in each.components.items()}
+    facts: dict[str, JsonScalar] = {
+        f"{name}.{key}": value for name, each in said.items() for key, value in each.facts.items()
+    }
+    return Verified(
+        passed=all(value >= 1.0 for value in deciding) and bool(deciding) and fault is None,
+        reward=math.fsum(weights[name] * each.value for name, each in said.items()),
+        components=components,
+        tests=tuple(test for each in said.values() for test in each.tests),
+        evidence=(
+            Evidence(key=EvidenceKey.E8_REPORT_COMPLETE, holds=fault is None, facts=facts),
+            Evidence(
+                key=EvidenceKey.E9_REWARD_FINITE,
+                holds=True,
+                facts={"graders": len(said), "verify_s": round(time.monotonic() - started, 4)},
+            ),
+        ),
+        flags=("verifier_untrusted",) if fault is not None else (),
+        fault=fault,
+    )
+
+
+async def _graded(use: GraderUse, grader: Grader, attempt: Attempt) -> Graded:
+    """What one grader says; a `BoundaryError` when it can not judge, whatever it raised."""
+    try:
+        async with asyncio.timeout(attempt.task.grader.timeout_s + CONTROL_DEADLINE_S):
+            graded = await grader.grade(attempt)
+    except BoundaryError:
+        raise
+    except TimeoutError as error:
+        raise TaskError(
+            f"Grader {use.name} takes too long.", code="grader_timeout", phase="verify"
+        ) from error
+    except Exception as error:  # the boundary to somebody else's grader: classified
+        raise TaskError(
+            f"Grader {use.name} ({use.use}) raised {type(error).__name__}: {error}.",
+            fix="Mend the grader: what it can not judge must be a BoundaryError.",
+            code="grader_raised",
+            phase="verify",
+        ) from error
+    values = (graded.value, *graded.components.values()) if isinstance(graded, Graded) else (math.nan,)
+    if any(isinstance(v, bool) or not isinstance(v, int | float) or not math.isfinite(v) for v in values):
+        raise TaskError(
+            f"Grader {use.name} ({use.use}) gives {graded!r:.200}, not finite numbers.",
+            code="reward_not_finite",
+            phase="verify",
+        )
+    return graded
 
 
 async def _reward_file(witness: Witness, name: str) -> bytes | None:

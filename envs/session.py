@@ -93,6 +93,7 @@ class Session:
         self._witness = witness
         self._log = log
         self._execs = 0
+        self._taken: list[tuple[Action, Observation]] | None = []
         self.past_execs: frozenset[str] = frozenset()
         """Ids of commands that a process before this one sent."""
         self._done: dict[str, str] = {}
@@ -180,6 +181,7 @@ class Session:
             witness=witness,
             log=[Transition(at=time.time(), state=State.READY, note="resumed")],
         )
+        session._taken = None
         session.submitted = SUBMITTED in memory.notes
         session._done = {
             key.removeprefix(_DONE): value for key, value in memory.notes.items() if key.startswith(_DONE)
@@ -268,6 +270,8 @@ class Session:
             )
             if key is not None:
                 self._note(_DONE + key, to_json(seen).decode())
+            if self._taken is not None:
+                self._taken.append((action, seen))
             return seen
 
     def _note(self, key: str, value: str) -> None:
@@ -402,6 +406,7 @@ class Session:
             admission=self._admission,
             signing_key=self.signing_key,
             fault=fault,
+            steps=None if self._taken is None else tuple(self._taken),
         )
 
     def _unscored(self, fault: Fault) -> Verdict:

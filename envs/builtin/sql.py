@@ -104,10 +104,15 @@ def database(seed: str) -> sqlite3.Connection:
     made.executemany("INSERT INTO products VALUES (?, ?, ?, ?)", products)
     made.executemany("INSERT INTO orders VALUES (?, ?, ?, ?, ?)", orders)
     made.commit()
-    made.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
-    made.execute("PRAGMA query_only = ON")
-    made.set_authorizer(_authorize)
+    guard(made)
     return made
+
+
+def guard(connection: sqlite3.Connection) -> None:
+    """From now on the connection can only read, and only so much."""
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+    connection.execute("PRAGMA query_only = ON")
+    connection.set_authorizer(_authorize)
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:

@@ -25,8 +25,9 @@ import pydantic
 import tomlkit
 
 from agentrl.errors import ConfigError, TaskError, nearest
-from agentrl.types import GraderSpec, Limits, SandboxSpec, Split, Task, content_hash
+from agentrl.types import GraderSpec, GraderUse, Limits, SandboxSpec, Split, Task, content_hash
 from envs import tools
+from envs.graders import registry as graders
 
 SCHEMA_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 DEFAULT_TOOLS = ("bash", "read_file", "replace_in_file", "run_tests", "submit")
@@ -51,6 +52,8 @@ _OURS = MappingProxyType(
 )
 """Keys of `[metadata.agentrl]` that mean something here, with their TOML type. Others are kept as
 metadata."""
+_TABLES = ("graders",)
+"""Keys of it that hold tables."""
 _LIMIT_KEYS = ("max_turns", "max_tokens", "max_context", "exec_timeout_s", "observation_bytes")
 _NETWORKS = MappingProxyType({"no-network": "none", "allowlist": "allowlist", "public": "public"})
 _SIZES = MappingProxyType({"": 1, "M": 1, "MB": 1, "MIB": 1, "G": 1024, "GB": 1024, "GIB": 1024})
@@ -201,7 +204,7 @@ def load_task(path: str | Path) -> Task:
     ]
     limits = {key: known[key] for key in _LIMIT_KEYS if known[key] is not None}
     metadata = {key: value for key, value in document.get("metadata", {}).items() if key != "agentrl"}
-    metadata |= {key: value for key, value in ours.values.items() if key not in _OURS}
+    metadata |= {key: value for key, value in ours.values.items() if key not in (*_OURS, *_TABLES)}
     metadata |= {"defaults": defaults}
     if known["visible_tests"]:
         metadata |= {"visible_tests": known["visible_tests"]}
@@ -246,6 +249,7 @@ def _sandbox(folder: Path, environment: _Table, pids: int | None) -> SandboxSpec
 
 
 def _grader(folder: Path, ours: _Table, verifier: _Table, known: Mapping[str, Any]) -> GraderSpec:
+    uses: tuple[GraderUse, ...] = ()
     kind: Any = known["grader"] or ("tests" if known["fail_to_pass"] else "script")
     fails, passes = (tuple(known[key] or ()) for key in ("fail_to_pass", "pass_to_pass"))
     tests = folder / "tests"
@@ -261,6 +265,8 @@ def _grader(folder: Path, ours: _Table, verifier: _Table, known: Mapping[str, An
             if not mark or not (tests / head).is_file():
                 key = "fail_to_pass" if name in fails else "pass_to_pass"
                 raise ours.error(key, f"'{name}' names no file under tests/", "Write '<file>::<test>'.")
+    elif kind == "graders":
+        uses = _uses(ours)
     elif not (tests / "test.sh").is_file():
         raise _error(
             tests / "test.sh", "file", "is missing", "Add it, or name fail_to_pass under [metadata.agentrl]."
@@ -270,8 +276,35 @@ def _grader(folder: Path, ours: _Table, verifier: _Table, known: Mapping[str, An
         fail_to_pass=fails,
         pass_to_pass=passes,
         protected_paths=tuple(known["protected_paths"] or ()),
+        graders=uses,
         timeout_s=float(verifier.get("timeout_sec", (int, float), 600.0)),
     )
+
+
+def _uses(ours: _Table) -> tuple[GraderUse, ...]:
+    """`[[metadata.agentrl.graders]]`, each made once to see that it takes its options."""
+    found = ours.values.get("graders")
+    if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
+        raise ours.error(
+            "graders", "is missing", "Add [[metadata.agentrl.graders]] with name, use, weight and options."
+        )
+    uses, decides = [], False
+    for each in found:
+        try:
+            use = GraderUse(**each)
+            decides |= graders.make(use).decides
+        except (pydantic.ValidationError, TypeError) as error:
+            raise ours.error("graders", str(error).replace("\n", " "), "Correct that grader.") from error
+        except TaskError as error:
+            raise ours.error("graders", error.message, error.fix or "") from error
+        uses.append(use)
+    if len({use.name for use in uses}) < len(uses):
+        raise ours.error("graders", "has a name twice", "Give every grader a name of its own.")
+    if not decides:
+        raise ours.error(
+            "graders", "has none that decides", "Add one whose value is 1 for a solution, such as tests."
+        )
+    return tuple(uses)
 
 
 def load_suite(root: str | Path) -> tuple[Task, ...]:

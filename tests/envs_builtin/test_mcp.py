@@ -22,6 +22,7 @@ from envs.adapters.attempts import Attempts
 from envs.adapters.mcp_server import Served
 from envs.environment import ToolEnvironment, of_class
 from envs.inprocess import EnvironmentSession, admit
+from envs.sandbox.plain import PlainBackend
 
 SERVER = '''\
 """The quick start of the official package: one tool that adds."""
@@ -89,6 +90,32 @@ def test_the_official_client_solves_our_calculator_in_process() -> None:
             await client.call_tool("submit", {"answer": problem.data["answer"]})
         assert (await served.verdict()).reward == 1.0
         await served.close()
+
+    asyncio.run(run())
+
+
+def test_a_task_in_a_sandbox_is_served_as_tools_too(tmp_path: Path) -> None:
+    async def run() -> None:
+        attempts = Attempts(registry.get("swe"), PlainBackend(tmp_path))
+        async with attempts:
+            task = attempts.task(5)
+            facts = task.metadata
+            served = await Served.open(attempts, 5)
+            async with Client(served.server) as client:
+                assert client.instructions == task.instruction
+                assert [t.name for t in (await client.list_tools()).tools] == list(task.tools)
+                shown = await client.call_tool("read_file", {"path": facts["file"]})
+                assert facts["buggy"] in text(shown)
+                missing = await client.call_tool("read_file", {"path": "gone.py"})
+                assert missing.is_error
+                edit = {"path": facts["file"], "old": facts["buggy"], "new": facts["fix"]}
+                await client.call_tool("replace_in_file", edit)
+                assert text(await client.call_tool("run_tests", {})).startswith("PASSED")
+                await client.call_tool("submit", {})
+            verdict = await served.verdict()
+            await served.close()
+        assert verdict.reward == 1.0
+        assert {e.key for e in verdict.evidence if e.holds} == set(EvidenceKey)
 
     asyncio.run(run())
 
