@@ -10,12 +10,10 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 
@@ -23,6 +21,7 @@ from agentrl.errors import ConfigError
 from agentrl.store import Store, TenantRow
 from envs.sandbox.backends import checked
 from envs.tasks.package import load_suite
+from services import signals
 from services.gateway.app import create_app
 from services.gateway.core import Gateway, Settings
 
@@ -66,7 +65,7 @@ def serve(
     if not suite:
         raise ConfigError(f"{tasks} holds no task packages.", fix="Write some: agentrl tasks synth.")
     stopped: list[int] = []
-    with Store.open(store_url) as store, _noting_signals(stopped):
+    with Store.open(store_url) as store, signals.noted(stopped):
         tenants = len(store.tenants())
         if not tenants:
             raise ConfigError(
@@ -114,22 +113,6 @@ def serve(
 def _authority(host: str, listening: socket.socket) -> str:
     port = listening.getsockname()[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-@contextmanager
-def _noting_signals(stopped: list[int]) -> Iterator[None]:
-    """The server handles signals while it serves and raises them again afterwards: here they are noted, so
-    that the gateway is stopped before the process ends."""
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        stopped.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def add_tenant(store_url: str, name: str, *, weight: float, max_sessions: int, max_queue: int) -> str:

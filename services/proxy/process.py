@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from agentrl.inference.sampler import Sampler
 from agentrl.store import Store
 from agentrl.types import Trajectory
 from harness.chat import ChatFormat
+from services import signals
 from services.proxy.app import create_app, facts
 from services.proxy.sessions import Sessions, Settings
 
@@ -60,6 +62,7 @@ def serve(
 
     Raises:
         ConfigError: the port is taken.
+        KeyboardInterrupt: Ctrl-C, after everything was kept.
     """
     chat.tokenizer.save_pretrained(folder / "tokenizer")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -120,7 +123,11 @@ def serve(
                 sessions.close_all()
                 await sampler.close()
 
+        stopped: list[int] = []
         try:
-            asyncio.run(run_server())
+            with signals.noted(stopped):
+                asyncio.run(run_server())
         finally:
             store.finish_run(run.id)
+    if signal.SIGINT in stopped:
+        raise KeyboardInterrupt
