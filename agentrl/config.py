@@ -148,7 +148,7 @@ class RolloutSection(_Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     max_tokens: Positive = 1024
     """Generated tokens of one call."""
-    agent: str = "tool-agent"
+    agent: Literal["tool-agent", "mini-swe-agent", "shell-loop"] = "tool-agent"
     """Who acts. `tool-agent` is built in; `mini-swe-agent` and `shell-loop` are programs that run in the
     task's sandbox, unmodified, and are recorded through the model proxy."""
     agent_folder: str = ""

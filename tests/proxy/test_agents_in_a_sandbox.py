@@ -9,13 +9,14 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from proxied import Engine
 from tiny_tokenizer import tokenizer
 
-from agentrl.errors import SandboxError
+from agentrl.config import RolloutSection
+from agentrl.errors import ConfigError, SandboxError
 from agentrl.inference.sampler import SampleRequest
 from agentrl.learner import samples
 from agentrl.types import SamplingParams, Task, Termination, Trajectory
@@ -97,6 +98,14 @@ def fixing(task: Task) -> Script:
     solution = (Path(task.path) / "solution" / "solve.sh").read_text()
     lines = [bash(f"cat {task.metadata['file']}") + "\n" + bash("ls"), bash(solution), "Fixed."]
     return lambda request, number: lines[number]
+
+
+def test_a_run_file_can_name_every_agent_of_the_catalogue_and_no_other() -> None:
+    named = get_args(RolloutSection.model_fields["agent"].annotation)
+    assert set(named) == {catalogue.BUILT_IN, *catalogue.AGENTS}
+    assert [catalogue.get(name).name.partition("/")[0] for name in named] == list(named)
+    with pytest.raises(ConfigError, match="mini-swe-agent"):
+        catalogue.get("mini-swe")
 
 
 @pytest.mark.parametrize("name", backends())
