@@ -4,6 +4,9 @@ The API server is asked to make, to watch and to delete pods; everything else go
 `kubernetes_witness`), over connections that exist only while something is asked. So a slow, restarting or
 unreachable API server stops no command from inside the cluster, and costs one from outside nothing but time.
 
+A backend may outlive its process (see `adoption`): then its id, its ConfigMap and its tokens are those of its
+owner, and the next process with the same owner and state folder takes up the pods.
+
 Invariants: a pod whose creation was answered by nobody is found again by its name, never made twice; every
 end is classified by `kubernetes_ends` and never by what a program printed; whatever was made is deleted, at
 once or by retries that `leaked` counts. All pods of one backend belong to one ConfigMap that says how long
@@ -27,7 +30,7 @@ from typing import Any, TypeVar
 
 from agentrl.config import environment
 from agentrl.errors import ExecUnknown, SandboxError, SandboxLost
-from agentrl.types import JsonScalar, SandboxSpec
+from agentrl.types import JsonScalar, SandboxSpec, from_json, to_json
 from envs.sandbox import agent, docker_init, kubernetes_fence, kubernetes_witness, trees
 from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
 from envs.sandbox.diff import DiffTooLarge, record
@@ -51,7 +54,8 @@ MAX_LIFE_S = 6 * 3600.0
 REAP_SLACK_S = 120.0
 """How much later than it said a backend is taken for dead: clocks differ."""
 UNSCHEDULABLE_S = 30.0
-"""How long a pod may wait for a node that takes it."""
+"""How long a pod may wait for a node that takes it, while no other sandbox of ours lives and could make
+room; else it may wait for all of its deadline."""
 DOUBT_S = 5.0
 """Without news of a pod that somebody waits for, its list is asked for."""
 TRY_S = 15.0
@@ -68,6 +72,7 @@ PUT_BYTES = 192 * 1024
 PUTS_AT_ONCE = 16
 _TAKEN = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "proc", "dev", "etc", "sys", "")
 _ALIVE = "agentrl/alive-until"
+_SESSION, _IMAGE, _SPEC, _LIMITS = (f"agentrl/{word}" for word in ("session", "image", "spec", "limits"))
 _RIGHTS = (
     ("pods", "", ("create", "get", "list", "watch", "delete")),
     ("configmaps", "", ("create", "list", "patch", "delete")),
@@ -114,7 +119,10 @@ class KubernetesBackend:
         self._unschedulable_s = unschedulable_s
         self._watching = {} if watch_silence_s is None else {"silence_s": watch_silence_s}
         self._lines = {} if idle_s is None else {"idle_s": idle_s}
+        self._state = state
         self._secret = os.urandom(32)
+        self._process = ""
+        """Part of a pod's name, where several processes make pods of the same backend."""
         self._numbers = itertools.count(1)
         self._live: dict[str, tuple[LiveSandbox, Line]] = {}
         self._wires: set[ExecWire] = set()
@@ -180,12 +188,14 @@ class KubernetesBackend:
         begun = time.monotonic()
         _check_spec(spec, mounts)
         prepared = await self._images.require(image)
-        start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", begun + deadline_s)
+        start = _Start(f"agentrl-{self.id}-{self._process}{next(self._numbers)}", begun + deadline_s)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._open()
                 sandbox = await self._start(start, spec, image, prepared, session, mounts, begun)
         except TimeoutError as error:
+            if start.no_node is not None:
+                raise _no_node(start.name, start.no_node) from error
             raise SandboxError(
                 f"Sandbox {start.name} was not ready within {deadline_s:g} s: waiting for '{start.phase}'.",
                 fix="The cluster is overloaded: start fewer sandboxes at once, or add nodes.",
@@ -257,7 +267,8 @@ class KubernetesBackend:
             except ApiRefused as refused:
                 if refused.status != 409:
                     raise _namespaced(refused, self._namespace) from refused
-                made = await self._ask("GET", f"{self._path('configmaps')}/agentrl-{self.id}", "open")
+                # Ours: the answer was lost, or an earlier process of the same owner made it.
+                made = await self._ask("PATCH", f"{self._path('configmaps')}/agentrl-{self.id}", "open", body)
             self._owner = {"name": made["metadata"]["name"], "uid": made["metadata"]["uid"]}
             selector = f"{LABEL}.backend={self.id}"
             self._pods = Pods(self._cluster, self._path("pods"), selector, **self._watching)
@@ -299,6 +310,8 @@ class KubernetesBackend:
     ) -> LiveSandbox:
         archive = await self._images.archive(image, prepared, tuple(m.source for m in mounts))
         name, token = start.name, self._token(start.name)
+        limits: tuple[str, ...] = ("memory", "pids", "cpu", "disk")
+        limits += ("network",) if self._placement.fence == "pod" else ()
         wanted = Wanted(
             name=name,
             image=prepared.image,
@@ -308,7 +321,12 @@ class KubernetesBackend:
                 f"{LABEL}.backend": self.id,
                 f"{LABEL}.session": _label(session),
             },
-            annotations={f"{LABEL}/session": session, f"{LABEL}/image": image},
+            annotations={
+                _SESSION: session,
+                _IMAGE: image,
+                _SPEC: to_json(spec).decode(),
+                _LIMITS: ",".join(limits),
+            },
             owner=self._owner,
             token_sha256=hashlib.sha256(token.encode()).hexdigest(),
             lease_s=self._lease_s,
@@ -338,17 +356,6 @@ class KubernetesBackend:
             if isinstance(error, SandboxLost):
                 raise _at_start(error, start.phase) from error
             raise
-        held = line
-
-        async def end() -> None:
-            self._live.pop(name, None)
-            self.pods.forget(name)
-            self._dispose(name)
-
-        async def differ() -> tuple[FileChange, ...]:
-            return await self._diff(held, name)
-
-        network = ("network",) if self._placement.fence == "pod" else ()
         info = SandboxInfo(
             id=name,
             backend=self.name,
@@ -356,12 +363,68 @@ class KubernetesBackend:
             image_digest=image,
             instance=hello["instance"],
             spec=spec,
-            limits_enforced=("memory", "pids", "cpu", "disk", *network),
+            limits_enforced=limits,
             ready_ms=(time.monotonic() - begun) * 1000,
         )
-        sandbox = LiveSandbox(info, held, differ=differ, end=end)
-        self._live[name] = (sandbox, held)
+        return self._alive(info, line)
+
+    def _alive(self, info: SandboxInfo, line: Line) -> LiveSandbox:
+        name = info.id
+
+        async def end() -> None:
+            self._live.pop(name, None)
+            self.pods.forget(name)
+            self._dispose(name)
+
+        sandbox = LiveSandbox(info, line, differ=lambda: self._diff(line, name), end=end)
+        self._live[name] = (sandbox, line)
         return sandbox
+
+    # -- outliving this process: see `adoption`
+
+    def outlive(self, owner: str) -> None:
+        self.id = "o" + hashlib.sha256(owner.encode()).hexdigest()[:11]
+        self._process = os.urandom(3).hex()
+        self._secret = _kept_secret(self._state / "owners" / f"{self.id}.key")
+
+    async def adopt(self, session: str) -> LiveSandbox | None:
+        await self._open()
+        await self.pods.look()
+        for name in self.pods.names():
+            pod = self.pods.get(name)
+            if pod is None or name in self._live or name in self._removals:
+                continue
+            said = pod["metadata"].get("annotations") or {}
+            if said.get(_SESSION) != session or not ready(pod) or end_of(pod) is not None:
+                continue
+            line = self._line(pod, self._token(name))
+            try:
+                hello, _ = await line.call({"op": "hello"}, deadline_s=CHECK_DEADLINE_S)
+            except SandboxError:  # It is ending, or not ours: `forget` gives it back.
+                line.close()
+                self.pods.forget(name)
+                continue
+            info = SandboxInfo(
+                id=name,
+                backend=self.name,
+                isolation=self.isolation,
+                image_digest=said[_IMAGE],
+                instance=hello["instance"],
+                spec=from_json(SandboxSpec, said[_SPEC]),
+                limits_enforced=tuple(said[_LIMITS].split(",")),
+                ready_ms=0.0,
+            )
+            return self._alive(info, line)
+        return None
+
+    async def forget(self) -> int:
+        await self._open()
+        await self.pods.look()
+        mine = f"agentrl-{self.id}-{self._process}"
+        left = [n for n in self.pods.names() if not n.startswith(mine) and n not in self._live]
+        for name in left:
+            self._dispose(name)
+        return len(left)
 
     def _token(self, name: str) -> str:
         return hashlib.sha256(self._secret + name.encode()).hexdigest()
@@ -429,7 +492,8 @@ class KubernetesBackend:
                 done.set_exception(problem.failed(name, start.phase))
             elif ready(now):
                 done.set_result(now)
-            if why_unschedulable(now) is None:
+            start.no_node = why_unschedulable(now)
+            if start.no_node is None:
                 waits_since = None
                 if now.get("spec", {}).get("nodeName"):
                     start.phase = "start"
@@ -441,9 +505,9 @@ class KubernetesBackend:
         try:
             while not done.done():
                 await asyncio.wait((done,), timeout=1.0)
-                now = self.pods.get(name)
-                if waits_since is not None and time.monotonic() - waits_since > self._unschedulable_s:
-                    raise _no_node(name, why_unschedulable(now or pod) or "")
+                waited_s = 0.0 if waits_since is None else time.monotonic() - waits_since
+                if start.no_node is not None and waited_s > self._unschedulable_s and not self._live:
+                    raise _no_node(name, start.no_node)
                 if time.monotonic() - heard > DOUBT_S and not done.done():
                     heard = time.monotonic()
                     with contextlib.suppress(ApiUnknown, ApiRefused):
@@ -761,6 +825,8 @@ class _Start:
         self.phase = "prepare"
         self.asked = False
         """The cluster may have made the pod, or may still be about to."""
+        self.no_node: str | None = None
+        """Why no node takes it, as the scheduler says; None when one did."""
         self._until = until
 
     def left(self) -> float:
@@ -771,6 +837,16 @@ async def _quiet(work: Coroutine[Any, Any, Any]) -> None:
     """For what is tried again by others, or later."""
     with contextlib.suppress(SandboxError, OSError):
         await work
+
+
+def _kept_secret(path: Path) -> bytes:
+    """What the tokens of an owner's pods are made from; made once, readable by this user only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(os.urandom(32))
+    return path.read_bytes()
 
 
 def _tools() -> dict[str, str]:

@@ -71,6 +71,9 @@ class Pods:
         """As it was last seen; None when it was never seen or is gone."""
         return self._known.get(name)
 
+    def names(self) -> list[str]:
+        return list(self._known)
+
     def listen(self, name: str, listener: Listener) -> None:
         """From now on; told at once when the pod is known."""
         self._listeners[name] = listener

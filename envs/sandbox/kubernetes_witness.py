@@ -379,7 +379,8 @@ class Witness:
         op = str(header.get("op", ""))
         if not op.startswith("witness."):
             if op == "lease":
-                self._until = time.monotonic() + float(header["ttl_s"])
+                self._lease_s = float(header["ttl_s"])
+                self._until = time.monotonic() + self._lease_s
             if not self._link.send(raw) and not header.get("more"):
                 problem = {"kind": "agent_gone", "message": agent_log()}
                 guest.send(frame({"id": header["id"], "error": problem}))

@@ -32,7 +32,8 @@ from clusters import (
 
 from agentrl.errors import SandboxError, SandboxLost
 from agentrl.types import ExecStatus, SandboxSpec
-from envs.sandbox import kubernetes, kubernetes_api
+from envs.sandbox import kubernetes, kubernetes_api, rootfs
+from envs.sandbox.adoption import Outliving
 from envs.sandbox.conformance import sh
 from envs.sandbox.contract import ExecRequest
 from envs.sandbox.kubernetes import KubernetesBackend
@@ -76,6 +77,33 @@ async def opened(
     assert [name for name in await asyncio.to_thread(backends_in, space) if backend.id in name] == []
 
 
+Held = tuple[asyncio.Runner, KubernetesBackend, KubernetesBackend, ApiProxy]
+
+
+@pytest.fixture(scope="module")
+def shared(space: str, state: Path) -> Iterator[Held]:
+    """Two backends that the tests of this file share, since opening and closing one takes longer than most of
+    them: one with the API server as it is, one behind the proxy."""
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+
+        async def begin() -> tuple[KubernetesBackend, KubernetesBackend, ApiProxy]:
+            proxy = await stack.enter_async_context(proxied())
+            well = await stack.enter_async_context(opened(space, state, idle_s=0.5))
+            sick = await stack.enter_async_context(opened(space, state, proxy, watch_silence_s=3.0))
+            return well, sick, proxy
+
+        yield (runner, *runner.run(begin()))
+        runner.run(stack.aclose())
+
+
+@pytest.fixture
+def held(shared: Held) -> Iterator[Held]:
+    """As they were, whatever the test before did to the proxy."""
+    yield shared
+    shared[3].rules, shared[3].silent = [], False
+
+
 async def image_of(backend: KubernetesBackend, state: Path) -> str:
     folder = state / "environment"
     folder.mkdir(exist_ok=True)
@@ -94,24 +122,25 @@ async def make(
 # ---------------------------------------------------------------------- ends of a pod
 
 
-def test_a_pod_deleted_in_a_command_ends_it_at_once(space: str, state: Path) -> None:
-    async def check() -> None:
-        async with opened(space, state) as backend:
-            box = await make(backend, state)
-            running = asyncio.create_task(sh(box, "sleep 300", timeout_s=400))
-            await asyncio.sleep(0.3)
-            await asyncio.to_thread(kubectl, "delete", "pod", box.info.id, "--wait=false", namespace=space)
-            begun = time.monotonic()
-            with pytest.raises(SandboxLost) as caught:
-                await running
-            assert time.monotonic() - begun < 5.0  # Two seconds, and what a busy machine adds.
-            assert (caught.value.code, caught.value.owner) == ("pod_deleted", "environment")
-            assert caught.value.evidence["pod"] == box.info.id
-            for call in (box.probe(), box.read_file("app.py"), box.diff()):
-                with pytest.raises(SandboxLost):
-                    await call
+def test_a_pod_deleted_in_a_command_ends_it_at_once(held: Held, space: str, state: Path) -> None:
+    runner, backend, _, _ = held
 
-    asyncio.run(check())
+    async def check() -> None:
+        box = await make(backend, state)
+        running = asyncio.create_task(sh(box, "sleep 300", timeout_s=400))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(kubectl, "delete", "pod", box.info.id, "--wait=false", namespace=space)
+        begun = time.monotonic()
+        with pytest.raises(SandboxLost) as caught:
+            await running
+        assert time.monotonic() - begun < 5.0  # Two seconds, and what a busy machine adds.
+        assert (caught.value.code, caught.value.owner) == ("pod_deleted", "environment")
+        assert caught.value.evidence["pod"] == box.info.id
+        for call in (box.probe(), box.read_file("app.py"), box.diff()):
+            with pytest.raises(SandboxLost):
+                await call
+
+    runner.run(check())
 
 
 STATUSES = {
@@ -135,44 +164,48 @@ STATUSES = {
 
 
 @pytest.mark.parametrize("name", STATUSES)
-def test_what_the_cluster_says_of_an_end_decides_its_owner(space: str, state: Path, name: str) -> None:
+def test_what_the_cluster_says_of_an_end_decides_its_owner(
+    held: Held, space: str, state: Path, name: str
+) -> None:
     status, expected = STATUSES[name]
 
+    runner, backend, _, _ = held
+
     async def check() -> None:
-        async with opened(space, state) as backend:
-            box = await make(backend, state)
-            running = asyncio.create_task(sh(box, "sleep 300", timeout_s=400))
-            await asyncio.sleep(0.3)
-            cluster = kubernetes_api.Cluster()
-            try:
-                path = f"/api/v1/namespaces/{space}/pods/{box.info.id}/status"
-                await cluster.call("PATCH", path, phase="test", deadline_s=10, body={"status": status})
-            finally:
-                await cluster.close()
-            with pytest.raises(SandboxLost) as caught:
-                await asyncio.wait_for(running, 10)
-            error = caught.value
-            assert (error.code, error.owner, error.retryable) == expected
-            assert error.evidence["reason"] == status["reason"]
+        box = await make(backend, state)
+        running = asyncio.create_task(sh(box, "sleep 300", timeout_s=400))
+        await asyncio.sleep(0.3)
+        cluster = kubernetes_api.Cluster()
+        try:
+            path = f"/api/v1/namespaces/{space}/pods/{box.info.id}/status"
+            await cluster.call("PATCH", path, phase="test", deadline_s=10, body={"status": status})
+        finally:
+            await cluster.close()
+        with pytest.raises(SandboxLost) as caught:
+            await asyncio.wait_for(running, 10)
+        error = caught.value
+        assert (error.code, error.owner, error.retryable) == expected
+        assert error.evidence["reason"] == status["reason"]
 
-    asyncio.run(check())
+    runner.run(check())
 
 
-def test_an_agent_that_dies_leaves_its_witness_and_its_log(space: str, state: Path) -> None:
+def test_an_agent_that_dies_leaves_its_witness_and_its_log(held: Held, space: str, state: Path) -> None:
+    runner, backend, _, _ = held
+
     async def check() -> None:
-        async with opened(space, state, idle_s=0.5) as backend:
-            box = await make(backend, state)
-            assert (await sh(box, "echo changed > app.py")).exit_code == 0
-            container = await asyncio.to_thread(container_of, box)
-            await asyncio.sleep(1.2)  # No connection at all is open when it dies.
-            await asyncio.to_thread(subprocess.run, ["docker", "kill", container], check=True)
-            with pytest.raises(SandboxLost) as caught:
-                await sh(box, "true")
-            assert (caught.value.code, caught.value.owner) == ("agent_died", "environment")
-            assert caught.value.evidence["sandbox_exit"] == 137
-            assert [(c.path, c.content) for c in await box.diff()] == [("app.py", b"changed\n")]
+        box = await make(backend, state)
+        assert (await sh(box, "echo changed > app.py")).exit_code == 0
+        container = await asyncio.to_thread(container_of, box)
+        await asyncio.sleep(1.2)  # No connection at all is open when it dies.
+        await asyncio.to_thread(subprocess.run, ["docker", "kill", container], check=True)
+        with pytest.raises(SandboxLost) as caught:
+            await sh(box, "true")
+        assert (caught.value.code, caught.value.owner) == ("agent_died", "environment")
+        assert caught.value.evidence["sandbox_exit"] == 137
+        assert [(c.path, c.content) for c in await box.diff()] == [("app.py", b"changed\n")]
 
-    asyncio.run(check())
+    runner.run(check())
 
 
 def test_a_witness_that_dies_is_told_apart_and_takes_its_agent_with_it(space: str, state: Path) -> None:
@@ -240,110 +273,119 @@ def test_a_pod_that_fits_no_node_is_told_apart_from_a_slow_one(space: str, state
     asyncio.run(check())
 
 
-def test_a_create_that_is_cancelled_anywhere_leaves_nothing(space: str, state: Path) -> None:
-    async def check() -> None:
-        async with opened(space, state) as backend:
-            for wait_s in (0.0, 0.02, 0.1, 0.5, 1.5):
-                task = asyncio.create_task(make(backend, state))
-                await asyncio.sleep(wait_s)
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await (await task).close()
-            assert backend.pressure.in_flight == 0
+def test_a_create_that_is_cancelled_anywhere_leaves_nothing(held: Held, space: str, state: Path) -> None:
+    runner, backend, _, _ = held
 
-    asyncio.run(check())
+    async def check() -> None:
+        for wait_s in (0.0, 0.02, 0.1, 0.5, 1.5):
+            task = asyncio.create_task(make(backend, state))
+            await asyncio.sleep(wait_s)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await task).close()
+        assert backend.pressure.in_flight == 0
+
+    runner.run(check())
 
 
 # ---------------------------------------------------------------------- a sick API server
 
 
-def test_a_create_whose_answer_is_lost_is_adopted_and_made_once(space: str, state: Path) -> None:
+def test_a_create_whose_answer_is_lost_is_adopted_and_made_once(held: Held, space: str, state: Path) -> None:
+    runner, _, backend, proxy = held
+
     async def check() -> None:
-        async with proxied() as proxy, opened(space, state, proxy) as backend:
-            rule = Rule("/pods HTTP", "drop_answer", times=1)
-            proxy.rules = [rule]
-            box = await make(backend, state)
-            assert rule.hits == 1
-            assert (await sh(box, "echo on")).stdout.head == b"on\n"
-            names = await asyncio.to_thread(pods_in, space)
-            assert [n for n in names if backend.id in n] == [f"pod/{box.info.id}"]
+        before = set(await asyncio.to_thread(pods_in, space))
+        rule = Rule("/pods HTTP", "drop_answer", times=1)
+        proxy.rules = [rule]
+        box = await make(backend, state)
+        assert rule.hits == 1
+        assert (await sh(box, "echo on")).stdout.head == b"on\n"
+        assert set(await asyncio.to_thread(pods_in, space)) - before == {f"pod/{box.info.id}"}
 
-    asyncio.run(check())
+    runner.run(check())
 
 
-def test_a_busy_server_is_waited_for_as_long_as_it_asks(space: str, state: Path) -> None:
+def test_a_busy_server_is_waited_for_as_long_as_it_asks(held: Held, space: str, state: Path) -> None:
     conflict = '{"kind":"Status","message":"the object has been modified","reason":"Conflict","code":409}'
     slow = '{"kind":"Status","message":"slow down","reason":"TooManyRequests","code":429}'
 
+    runner, _, backend, proxy = held
+
     async def check() -> None:
-        async with proxied() as proxy, opened(space, state, proxy) as backend:
-            busy = Rule("/pods HTTP", "refuse", 1, status="429 Too Many Requests", body=slow)
-            busy.headers = "Retry-After: 2\r\n"
-            proxy.rules = [
-                busy,
-                Rule("/pods HTTP", "refuse", 1, status="409 Conflict", body=conflict),
-                Rule("/pods HTTP", "refuse", 1),
-                Rule("/pods HTTP", "cut", 1, seconds=0.0),
-            ]
-            begun = time.monotonic()
-            box = await make(backend, state)
-            assert time.monotonic() - begun > 2.0
-            assert [rule.hits for rule in proxy.rules] == [1, 1, 1, 1]
-            assert (await sh(box, "true")).exit_code == 0
+        busy = Rule("/pods HTTP", "refuse", 1, status="429 Too Many Requests", body=slow)
+        busy.headers = "Retry-After: 2\r\n"
+        proxy.rules = [
+            busy,
+            Rule("/pods HTTP", "refuse", 1, status="409 Conflict", body=conflict),
+            Rule("/pods HTTP", "refuse", 1),
+            Rule("/pods HTTP", "cut", 1, seconds=0.0),
+        ]
+        begun = time.monotonic()
+        box = await make(backend, state)
+        assert time.monotonic() - begun > 2.0
+        assert [rule.hits for rule in proxy.rules] == [1, 1, 1, 1]
+        assert (await sh(box, "true")).exit_code == 0
 
-    asyncio.run(check())
+    runner.run(check())
 
 
-def test_a_watch_that_is_gone_or_silent_loses_no_news(space: str, state: Path) -> None:
+def test_a_watch_that_is_gone_or_silent_loses_no_news(held: Held, space: str, state: Path) -> None:
     gone = '{"kind":"Status","message":"too old resource version","reason":"Expired","code":410}'
 
+    runner, _, backend, proxy = held
+
     async def check() -> None:
-        async with proxied() as proxy, opened(space, state, proxy, watch_silence_s=3.0) as backend:
-            proxy.rules = [Rule("watch=1", "refuse", 2, status="410 Gone", body=gone)]
-            box = await make(backend, state)
-            assert backend.pods.counts.gone == 2
-            proxy.silent = True
-            proxy.cut("watch=1")
-            late = await make(backend, state)  # Nobody says that it runs: it is looked for.
-            assert (await sh(late, "echo on")).stdout.head == b"on\n"
-            running = asyncio.create_task(sh(box, "sleep 300", timeout_s=400))
-            await asyncio.sleep(0.3)
-            await asyncio.to_thread(
-                kubectl, "delete", "pod", box.info.id, "--grace-period=1", "--wait=false", namespace=space
-            )
-            with pytest.raises(SandboxLost) as caught:
-                await asyncio.wait_for(running, 15)  # The end of its connection made us look.
-            assert caught.value.owner == "environment"
-            assert backend.pods.counts.lists >= 3
+        box = await make(backend, state)
+        lists = backend.pods.counts.lists
+        proxy.rules = [Rule("watch=1", "refuse", 2, status="410 Gone", body=gone)]
+        proxy.cut("watch=1")
+        next_one = await make(backend, state)
+        assert (await sh(next_one, "true")).exit_code == 0
+        assert backend.pods.counts.gone == 2
+        proxy.silent = True
+        proxy.cut("watch=1")
+        late = await make(backend, state)  # Nobody says that it runs: it is looked for.
+        assert (await sh(late, "echo on")).stdout.head == b"on\n"
+        running = asyncio.create_task(sh(box, "sleep 300", timeout_s=400))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(
+            kubectl, "delete", "pod", box.info.id, "--grace-period=1", "--wait=false", namespace=space
+        )
+        with pytest.raises(SandboxLost) as caught:
+            await asyncio.wait_for(running, 15)  # The end of its connection made us look.
+        assert caught.value.owner == "environment"
+        assert backend.pods.counts.lists >= lists + 3
 
-    asyncio.run(check())
+    runner.run(check())
 
 
-def test_a_cut_connection_loses_nothing_and_runs_nothing_twice(space: str, state: Path) -> None:
+def test_a_cut_connection_loses_nothing_and_runs_nothing_twice(held: Held, space: str, state: Path) -> None:
+    runner, _, backend, proxy = held
+
     async def check() -> None:
-        async with proxied() as proxy, opened(space, state, proxy) as backend:
-            box = await make(backend, state)
-            command = (
-                "echo x >> count; for i in 1 2 3 4 5 6; do echo $i; sleep 0.5; done; head -c 300000 /dev/zero"
-            )
-            running = asyncio.create_task(sh(box, command))
-            for _ in range(3):
-                await asyncio.sleep(0.8)
-                proxy.cut("/exec")
-            result = await running
-            assert (result.status, result.exit_code) == (ExecStatus.EXITED, 0)
-            assert result.stdout.head[:12] == b"1\n2\n3\n4\n5\n6\n"
-            assert result.stdout.bytes_total == 12 + 300_000
-            assert await box.read_file("count") == b"x\n"
-            data = os.urandom(8 << 20)
-            writing = asyncio.create_task(box.write_file("big", data))
-            for _ in range(3):
-                await asyncio.sleep(0.1)
-                proxy.cut("/exec")
-            await writing
-            assert await box.read_file("big") == data
+        box = await make(backend, state)
+        command = (
+            "echo x >> count; for i in 1 2 3 4 5 6; do echo $i; sleep 0.5; done; head -c 300000 /dev/zero"
+        )
+        running = asyncio.create_task(sh(box, command))
+        for _ in range(3):
+            await asyncio.sleep(0.8)
+            proxy.cut("/exec")
+        result = await running
+        assert (result.status, result.exit_code) == (ExecStatus.EXITED, 0)
+        assert result.stdout.head[:12] == b"1\n2\n3\n4\n5\n6\n"
+        assert result.stdout.bytes_total == 12 + 300_000
+        assert await box.read_file("count") == b"x\n"
+        data = os.urandom(8 << 20)
+        writing = asyncio.create_task(box.write_file("big", data))
+        for _ in range(3):
+            await asyncio.sleep(0.1)
+            proxy.cut("/exec")
+        await writing
+        assert await box.read_file("big") == data
 
-    asyncio.run(check())
+    runner.run(check())
 
 
 def test_a_server_that_is_away_costs_nothing_but_time(space: str, state: Path) -> None:
@@ -383,6 +425,27 @@ def test_a_route_that_never_answers_ends_as_the_environments_fault(
             assert (caught.value.owner, caught.value.retryable) == ("environment", True)
             assert (caught.value.phase, caught.value.code) == (phase, "start_timeout")
             proxy.rules = []
+
+    asyncio.run(check())
+
+
+def test_an_image_that_is_built_here_brings_its_workdir(space: str, state: Path) -> None:
+    folder = state / "built"
+    folder.mkdir()
+    base = f"agentrl/base:{rootfs.identity()}"
+    steps = "mkdir -p /app/deep && echo made > /app/deep/file && ln -s deep /app/d"
+    (folder / "Dockerfile").write_text(f"FROM {base}\nENV COLOUR=blue\nRUN {steps}\n")
+
+    async def check() -> None:
+        async with opened(space, state) as backend:
+            await image_of(backend, state)
+            image = await backend.prepare(str(folder))
+            spec = SandboxSpec(image=image, memory_mib=64, disk_mib=16, pids=48)
+            box = await backend.create(spec, image=image, session="built")
+            seen = await sh(box, "cat deep/file d/file; echo $COLOUR; touch deep/mine; rm d")
+            assert seen.stdout.head == b"made\nmade\nblue\n"
+            changes = {c.path: c.kind for c in await box.diff()}
+            assert changes == {"d": "deleted", "deep/mine": "file"}
 
     asyncio.run(check())
 
@@ -451,6 +514,41 @@ def test_pods_of_a_backend_that_died_end_by_themselves_and_are_swept(
 
     asyncio.run(sweep())
     wait_until(lambda: f"pod/{name}" not in pods_in(space), 60)
+
+
+def test_a_backend_that_died_is_taken_up_by_the_next_one_of_its_owner(space: str, state: Path) -> None:
+    async def folder() -> None:
+        async with opened(space, state) as backend:
+            await image_of(backend, state)
+
+    asyncio.run(folder())
+    program = textwrap.dedent(ABANDON).replace("image = await", "backend.outlive('me'); image = await")
+    program = program.replace("lease_s=4.0", "lease_s=60.0").replace("setsid", "echo x > mark; setsid")
+    words = [sys.executable, "-c", program, space, str(state), str(state / "environment")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 9, done.stderr
+
+    async def check() -> None:
+        placement = Placement(namespace=space, reach="exec")
+        backend = KubernetesBackend(state, placement=placement)
+        backend.outlive("me")
+        try:
+            assert await backend.adopt("another") is None
+            box = await backend.adopt("abandoned")
+            assert box is not None
+            assert isinstance(box, Outliving)
+            assert box.info.id == done.stdout.strip()
+            assert (await sh(box, "cat mark")).stdout.head == b"x\n"
+            assert [c.path for c in await box.diff()] == ["mark"]
+            memory = await box.recall()
+            assert set(memory.execs) >= {"1"}
+            assert await backend.adopt("abandoned") is None
+            assert await backend.forget() == 0
+        finally:
+            await backend.close()
+        assert [n for n in await asyncio.to_thread(pods_in, space) if backend.id in n] == []
+
+    asyncio.run(check())
 
 
 def test_one_backend_never_touches_what_another_one_made(space: str, state: Path) -> None:
