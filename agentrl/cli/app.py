@@ -943,11 +943,23 @@ def serve_gateway(
     ] = Admission.light,
     name: Annotated[str, typer.Option(help="Gateways that share a store need different names.")] = "gateway",
     state_dir: Annotated[
-        Path | None, typer.Option(help="Folder for images. Default: a temporary one.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder for images and live sandboxes. Default: one in the home folder.", show_default=False
+        ),
+    ] = None,
+    uploads: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for task packages that tenants upload. Default: they may not.", show_default=False
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Serve sessions of tasks: queue, sandboxes, tools, verdicts. Stops cleanly on Ctrl-C or SIGTERM.
+
+    Killed and started again with the same name, store and state folder, it goes on with the sessions that it
+    had; not started again, every sandbox ends with its lease.
 
     Needs `pip install 'agentrl[serve]'` and a tenant (`agentrl serve tenant`).
     """
@@ -966,6 +978,7 @@ def serve_gateway(
         permits=permits,
         verify=verify,
         admission=str(admission),
+        uploads=uploads,
         as_json=json,
     )
 

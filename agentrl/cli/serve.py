@@ -27,6 +27,7 @@ def gateway(
     permits: int | None,
     verify: int | None,
     admission: str,
+    uploads: Path | None = None,
     as_json: bool,
 ) -> None:
     """Serve until a signal."""
@@ -70,6 +71,7 @@ def gateway(
         tasks=tasks,
         settings=settings,
         announce=announce,
+        uploads=uploads,
     )
 
 

@@ -273,6 +273,18 @@ def tasks(*, limit: int = 100, offset: int = 0) -> Call[tuple[wire.TaskView, ...
     return Call(method="GET", path="/v1/tasks", params=params, read=_models(wire.TaskView))
 
 
+def upload_task(archive: bytes) -> Call[wire.TaskView]:
+    """Give the gateway a task package, as a tar or zip archive."""
+    return Call(
+        method="POST",
+        path="/v1/tasks",
+        body=archive,
+        content_type="application/gzip",
+        read=_model(wire.TaskView),
+        deadline_s=180.0,
+    )
+
+
 def capacity() -> Call[wire.CapacityView]:
     return Call(method="GET", path="/v1/capacity", read=_model(wire.CapacityView))
 

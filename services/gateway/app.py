@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 
 from agentrl.errors import BoundaryError, ConfigError, StoreError
 from agentrl.store import TenantRow
-from agentrl.types import Action, Observation, Verdict, to_json
+from agentrl.types import Action, Observation, Task, Verdict, to_json
 from envs import grading
 from envs.evidence import Admission
 from harness.gateway import wire
@@ -268,17 +268,28 @@ def _sessions(gateway: Gateway) -> APIRouter:
     ) -> list[wire.TaskView]:
         """Tasks by id."""
         found = [gateway.tasks[task_id] for task_id in sorted(gateway.tasks)[offset : offset + limit]]
-        return [
-            wire.TaskView(
-                id=task.id,
-                revision=task.revision,
-                split=str(task.split),
-                tools=list(task.tools),
-                instruction=task.instruction,
-                admitted=gateway.admitted(task),
-            )
-            for task in found
-        ]
+        return [_task_view(gateway, task) for task in found]
+
+    @router.post(
+        "/tasks",
+        tags=["tasks"],
+        status_code=201,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"application/gzip": {"schema": {"type": "string", "format": "binary"}}},
+            }
+        },
+    )
+    async def upload_task(_: Who, request: Request, response: Response) -> wire.TaskView:
+        """Give the gateway a task: its package as one archive (`tar -C FOLDER -czf - .`, or zip).
+
+        Every tenant can use it from now on. 200: it was here already. An id is one revision for ever.
+        """
+        task, new = await gateway.upload(await request.body())
+        if not new:
+            response.status_code = 200
+        return _task_view(gateway, task)
 
     @router.post("/admissions", tags=["tasks"], response_model=Admission)
     async def admissions(who: Who, body: wire.AdmissionRequest) -> Any:
@@ -450,6 +461,17 @@ def _sessions(gateway: Gateway) -> APIRouter:
         return gateway.view(one)
 
     return router
+
+
+def _task_view(gateway: Gateway, task: Task) -> wire.TaskView:
+    return wire.TaskView(
+        id=task.id,
+        revision=task.revision,
+        split=str(task.split),
+        tools=list(task.tools),
+        instruction=task.instruction,
+        admitted=gateway.admitted(task),
+    )
 
 
 def _record(record: Observation | Verdict) -> Response:

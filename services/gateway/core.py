@@ -18,14 +18,16 @@ import hashlib
 import json
 import logging
 import secrets
+import shutil
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from agentrl.errors import BoundaryError, SandboxError, SandboxLost, StoreError, nearest
+from agentrl.errors import BoundaryError, SandboxError, SandboxLost, StoreError, TaskError, nearest
 from agentrl.store import SessionMove, SessionRow, Store, TenantRow
 from agentrl.types import (
     Action,
@@ -45,6 +47,8 @@ from envs.evidence import Admission, fault_of
 from envs.sandbox.adoption import Adopting
 from envs.sandbox.contract import Backend, ExecResult, FileChange, Isolation, Mount, Sandbox
 from envs.session import Session
+from envs.tasks import archive
+from envs.tasks.package import load_suite
 from harness.gateway import wire
 from services.gateway.journal import Journal
 from services.gateway.metrics import Metrics
@@ -207,11 +211,14 @@ class Gateway:
         backend: Backend,
         tasks: Iterable[Task],
         settings: Settings | None = None,
+        uploads: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.settings = settings or Settings()
         self.backend = backend
         self.tasks = {task.id: task for task in tasks}
+        self._uploads = uploads
+        """Where packages of tenants are kept; None: there are none."""
         self.epoch = 0
         self.metrics = Metrics()
         self.leaked = 0
@@ -244,6 +251,9 @@ class Gateway:
         self.epoch = await asyncio.to_thread(self._store.begin_gateway, self.settings.name)
         self._journal = Journal(self._store, gateway=self.settings.name, epoch=self.epoch)
         await self._load_tenants()
+        if self._uploads is not None and any(self._uploads.glob("*/task.toml")):
+            for task in await asyncio.to_thread(load_suite, self._uploads):
+                self.tasks.setdefault(task.id, task)
         if isinstance(self.backend, Adopting):
             self.backend.outlive(self._owner())
         rows = await asyncio.to_thread(self._store.unended_sessions, self.settings.name)
@@ -456,6 +466,30 @@ class Gateway:
                 fix="Give the gateway the same package folder, or ask for its revision.",
             )
         return task
+
+    async def upload(self, data: bytes) -> tuple[Task, bool]:
+        """The task of an archive, for every tenant from now on, and whether it is new. Raises `Refused`."""
+        if self._uploads is None:
+            raise Refused(
+                403,
+                "no_uploads",
+                "This gateway takes no task packages.",
+                fix="Serve it with --uploads DIR, or give it the package with --tasks.",
+            )
+        try:
+            task = await asyncio.to_thread(archive.unpack, data, self._uploads)
+        except TaskError as error:
+            raise Refused(422, error.code, error.message, fix=error.fix or "Correct the package.") from error
+        known = self.tasks.setdefault(task.id, task)
+        if known.revision != task.revision:
+            await asyncio.to_thread(shutil.rmtree, task.path, True)
+            raise Refused(
+                409,
+                "other_revision",
+                f"Task {task.id} is here at revision {known.revision[:12]}, not {task.revision[:12]}.",
+                fix="Give the changed task another name: results of one name are compared.",
+            )
+        return known, known is task
 
     def admitted(self, task: Task) -> bool | None:
         """Whether a task can earn a reward here; None: not known yet."""

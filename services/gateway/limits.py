@@ -25,7 +25,7 @@ class LimitBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = MAX_FILE_BYTES if scope["path"].endswith("/files") else MAX_JSON_BYTES
+        limit = MAX_FILE_BYTES if scope["path"].endswith(("/files", "/v1/tasks")) else MAX_JSON_BYTES
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > limit:
             await _refuse(send, limit)

@@ -53,6 +53,7 @@ def serve(
     tasks: Path,
     settings: Settings,
     announce: Callable[[Serving], None],
+    uploads: Path | None = None,
 ) -> None:
     """Serve until a signal. Call it from the main thread.
 
@@ -75,7 +76,7 @@ def serve(
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
         place = checked(backend_name, state_dir)
-        gateway = Gateway(store=store, backend=place, tasks=suite, settings=settings)
+        gateway = Gateway(store=store, backend=place, tasks=suite, settings=settings, uploads=uploads)
 
         async def run() -> None:
             server = uvicorn.Server(

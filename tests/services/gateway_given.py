@@ -276,11 +276,12 @@ async def world(
     *,
     backend: MemoryBackend | None = None,
     clock: Any = None,
+    uploads: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
     place = backend or MemoryBackend()
     values = {"slots": 4, "permits": 2, "verify": 1, "creates": 2, "reap_every_s": 0.01, **settings}
-    more = {} if clock is None else {"clock": clock}
+    more: dict[str, Any] = {"uploads": uploads} | ({} if clock is None else {"clock": clock})
     gateway = Gateway(store=store, backend=place, tasks=tasks, settings=Settings(**values), **more)
     await gateway.start()
     transport = httpx.ASGITransport(create_app(gateway, own=False))

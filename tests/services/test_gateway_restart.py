@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 from gateway_given import TOKENS, tenant
 
+from agentrl.errors import SandboxError
 from agentrl.store import Store
 from agentrl.types import Action, Task, Termination
-from envs.sandbox.local import LocalBackend
+from envs.sandbox.backends import checked
 from envs.tasks import package
 from harness.gateway import client as calls
 from harness.gateway import wire
@@ -28,7 +29,7 @@ from harness.gateway.remote import GatewayPlace
 
 LIVE = 50
 STEPS = 4
-LEASE_S = 5.0
+LEASE_S = {"local": 5.0, "docker": 10.0}
 
 
 def counting_task(folder: Path) -> Task:
@@ -120,13 +121,17 @@ class Process:
         return found
 
 
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[Process]:
-    made = Process(tmp_path)
-    backend = LocalBackend(tmp_path / "check")
+@pytest.fixture(
+    params=[
+        pytest.param("local", marks=pytest.mark.sandbox),
+        pytest.param("docker", marks=pytest.mark.docker),
+    ]
+)
+def process(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Process]:
+    made = Process(tmp_path, request.param)
     try:
-        backend.check()
-    except Exception as error:  # any reason that the machine gives
+        checked(request.param, tmp_path / "check")
+    except SandboxError as error:
         pytest.skip(str(error))
     yield made
     made.kill(signal.SIGTERM)
@@ -163,14 +168,13 @@ async def episode(place: GatewayPlace, task: Task, number: int, halfway: asyncio
         await session.close()
 
 
-@pytest.mark.sandbox
 def test_killed_in_the_middle_and_started_again_it_adopts_every_session_and_they_finish(
     process: Process,
 ) -> None:
     async def run() -> None:
         isolation = process.start()["isolation"]
         halfway = asyncio.Barrier(LIVE + 1)
-        place = GatewayPlace(process.url, name="local", isolation=isolation, client=process.client())  # type: ignore[arg-type]
+        place = GatewayPlace(process.url, name=process.backend, isolation=isolation, client=process.client())  # type: ignore[arg-type]
         await place.admit(process.task)
         attempts = [asyncio.create_task(episode(place, process.task, n, halfway)) for n in range(LIVE)]
         await halfway.wait()
@@ -190,7 +194,6 @@ def test_killed_in_the_middle_and_started_again_it_adopts_every_session_and_they
     asyncio.run(run())
 
 
-@pytest.mark.sandbox
 def test_killed_and_not_started_again_nothing_is_left_when_the_leases_are_over(process: Process) -> None:
     async def run() -> None:
         process.start()
@@ -199,7 +202,7 @@ def test_killed_and_not_started_again_nothing_is_left_when_the_leases_are_over(p
 
             async def one(number: int) -> None:
                 asked = calls.open_session(
-                    client_key=str(number), task_id=process.task.id, lease_ttl_s=LEASE_S
+                    client_key=str(number), task_id=process.task.id, lease_ttl_s=LEASE_S[process.backend]
                 )
                 view = await client.send(asked)
                 while view.waiting:
@@ -210,6 +213,6 @@ def test_killed_and_not_started_again_nothing_is_left_when_the_leases_are_over(p
             await asyncio.gather(*(one(n) for n in range(8)))
             process.kill()
             assert process.traces() != []
-            assert await gone(process, LEASE_S + 5.0) == []
+            assert await gone(process, LEASE_S[process.backend] + 10.0) == []
 
     asyncio.run(run())
