@@ -21,7 +21,7 @@ from openenv_real import CLIENT, SERVER
 from websockets.sync.server import serve as websocket_server
 
 from agentrl.errors import BoundaryError, ConfigError, SandboxError
-from agentrl.types import Termination, Verdict
+from agentrl.types import Action, Termination, Verdict
 from envs import registry
 from envs.adapters import openenv_client
 from envs.adapters.attempts import Attempts
@@ -135,9 +135,13 @@ def test_a_server_that_is_full_says_so_and_has_room_again() -> None:
         with client.websocket_connect("/ws") as other:
             assert other.receive_json()["data"]["code"] == "CAPACITY_REACHED"
         ws.send_json({"type": "close"})
-        time.sleep(0.2)
-        with client.websocket_connect("/ws") as other:
-            assert ask(other, "reset", seed=1)[0] == "observation"
+        deadline = time.monotonic() + 30
+        while True:
+            with client.websocket_connect("/ws") as other:
+                other.send_json({"type": "reset", "data": {"seed": 1}})
+                if other.receive_json()["type"] == "observation":
+                    break
+            assert time.monotonic() < deadline, "waiting for room since 30 s"
 
 
 def test_health_metadata_and_schemas_are_told() -> None:
@@ -238,7 +242,7 @@ def attempt(environment: ToolEnvironment, *steps: tuple[str, dict[str, Any]]) ->
         )
         async with session:
             seen = [
-                (await session.call(act(tool, number, **arguments))).text
+                (await session.call(Action(id=f"t{number:04d}a000", tool=tool, arguments=arguments))).text
                 for number, (tool, arguments) in enumerate(steps)
             ]
             return seen, await session.finalize(termination=Termination.FINISHED, fault=None)
@@ -391,7 +395,7 @@ def real_client(real: Path, url: str, calls: list[tuple[str, dict[str, Any]]]) -
         env={"PYTHONPATH": str(real), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

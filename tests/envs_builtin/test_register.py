@@ -37,7 +37,7 @@ def commands() -> list[str]:
 def run(words: list[str], folder: Path, site: Path | None = None) -> str:
     place = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if site is None else {"PYTHONPATH": str(site)})
     done = subprocess.run(
-        words, cwd=folder, env=place, capture_output=True, text=True, timeout=240, check=False
+        words, cwd=folder, env=place, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -122,6 +122,7 @@ def environment_of_their_own(folder: Path) -> Path:
     return folder / "bin"
 
 
+@pytest.mark.timeout(900)  # several processes that import torch, on whatever machine
 def test_a_newcomer_who_follows_the_readme_trains_on_their_own_environment(tmp_path: Path) -> None:
     told = commands()
     assert told == [
