@@ -247,13 +247,9 @@ class ProxiedModel:
     def _refusal(self, error: BaseException) -> BaseException:
         match error:
             case OutOfBudget(termination=Termination.CONTEXT_FULL):
-                self.context_full = True
-                return Refusal(
-                    "This conversation and its answer do not fit the model's context of"
-                    f" {self._attempt.context} tokens. Shorten the messages.",
-                    code="context_length_exceeded",
-                    param="messages",
-                )
+                return self._too_long()
+            case ModelError() if error.code == "context":
+                return self._too_long()
             case OutOfBudget():
                 return self._end(error)
             case ModelError() if not self.rules.end_on_fault:
@@ -264,6 +260,15 @@ class ProxiedModel:
                 return self._end(error)
             case _:
                 return error
+
+    def _too_long(self) -> Refusal:
+        self.context_full = True
+        return Refusal(
+            "This conversation and its answer do not fit the model's context of at most"
+            f" {self._attempt.context} tokens. Shorten the messages.",
+            code="context_length_exceeded",
+            param="messages",
+        )
 
     def _end(self, error: OutOfBudget | BoundaryError | EvidenceError) -> Refusal:
         if self.ended_by is None:

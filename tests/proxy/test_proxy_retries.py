@@ -96,6 +96,24 @@ def test_a_failed_request_is_tried_again_and_not_repeated() -> None:
     assert proxy.facts()["refused_engine"] == 1
 
 
+def test_an_engine_that_says_the_prompt_is_too_long_ends_nothing() -> None:
+    said = ["short enough"]
+
+    def script(request: Any, number: int) -> str:
+        if number == 0:
+            raise ModelError("the prompt has 10 tokens of 5.", code="context")
+        return said[0]
+
+    proxy = Proxy(script=script, rules=Rules())
+
+    async def talk() -> tuple[int, Any, int]:
+        status, answer = await proxy.post(PATH, BODY)
+        return status, answer["error"]["code"], (await proxy.post(PATH, BODY))[0]
+
+    assert asyncio.run(talk()) == (400, "context_length_exceeded", 200)
+    assert not proxy.live.door.model.context_full, "the next request fitted"
+
+
 def test_in_an_attempt_a_fault_of_the_model_ends_the_session_for_good() -> None:
     def script(request: Any, number: int) -> str:
         raise ModelError("the engine fell over.", code="engine")
