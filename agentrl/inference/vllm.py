@@ -27,8 +27,9 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
@@ -105,7 +106,8 @@ class Replica:
     up: bool = False
     met: bool = False
     why_down: str = "not asked yet"
-    counts: dict[str, int] = field(default_factory=lambda: {"sent": 0})
+    sent: int = 0
+    """Requests sent to it, retries included."""
 
 
 class _Lost(Exception):
@@ -343,14 +345,12 @@ class VllmSampler:
         while True:
             replica = await self._route(request.session)
             replica.load += 1
-            replica.counts["sent"] += 1
+            replica.sent += 1
             self.counts.tries += 1
             try:
                 return await self._one(replica, request)
-            except (
-                httpx.ConnectError,
-                httpx.ConnectTimeout,
-            ) as error:  # nothing was asked yet: it costs no try
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                # Nothing was asked yet: it costs no try.
                 notes.append(f"{replica.url}: {_name(error)}")
                 self._down(replica, _name(error))
             except (httpx.TransportError, _Lost) as error:
@@ -512,7 +512,10 @@ class VllmSampler:
             ) from error
         async with self._update:
             if self._state is EngineState.RUNNING and await self._left_paused(replica):
-                await self._control(replica, "/resume", None)
+                if await self._label_of(replica) == wire.LOADING:  # perhaps without weights
+                    await self._bring_current(replica)
+                else:
+                    await self._control(replica, "/resume", None)
         if not replica.met or await self._label_of(replica) != replica.label:  # perhaps another process
             replica.kind = await self._kind_of(replica)
         replica.met = True
@@ -532,7 +535,9 @@ class VllmSampler:
     async def _label_of(self, replica: Replica) -> str:
         """Label of a server's weights; a server without development endpoints has none."""
         response = await self._http.get(replica.url + "/weight_info", timeout=CONTROL_S)
-        return str(_json(response)["weight_version"]) if response.status_code == 200 else wire.UNVERSIONED
+        if response.status_code != 200:
+            return wire.UNVERSIONED
+        return str(_json(response).get("weight_version", wire.UNVERSIONED))
 
     async def _kind_of(self, replica: Replica) -> LogProbKind:
         """Whether log-probs are of the distribution that is sampled: found out by halving the temperature,
@@ -557,6 +562,11 @@ class VllmSampler:
                         fix="Start vLLM with --enable-scale-out.",
                     ) from error
                 raise
+            except (KeyError, IndexError, TypeError) as error:
+                raise ConfigError(
+                    f"{replica.url} does not answer as vLLM does: no {error} in a generation.",
+                    fix="Use vLLM 0.32 or later.",
+                ) from error
             gaps.append({entry["token_id"]: entry["logprob"] for entry in listed})
         both = sorted(gaps[0].keys() & gaps[1].keys(), key=lambda i: gaps[0][i])
         if len(both) < 2:
@@ -626,40 +636,44 @@ class VllmSampler:
             )
             label = wire.label_of(version, content_hash)
             running = self._state is EngineState.RUNNING
-            if running:
-                there = await self._pause(there, in_flight, deadline_s)
             self._settled.clear()
-            before = (self._labels, self._label, self._version, self._location, {r: r.label for r in there})
             try:
-                self._state = moved(self._state, EngineState.UPDATING)
-                try:
-                    await self._all(there, "load", lambda r: self._load(r, location, label, deadline_s))
-                except BaseException:
-                    await self._take_back(there, before[3], before[4], deadline_s)
-                    raise
-                finally:
-                    self._state = moved(self._state, EngineState.PAUSED)
-                    if running:
-                        await self._resume(there, CONTROL_S)
-                self._labels = {**(self._labels or {}), label: version}
-                self._label, self._version, self._location = label, version, location
+                async with self._updating(there, in_flight, deadline_s) as there:
+                    before = {r: r.label for r in there}
+                    try:
+                        await self._all(there, "load", lambda r: self._load(r, location, label, deadline_s))
+                    except BaseException:
+                        await self._take_back(before, deadline_s)
+                        raise
                 if probe is not None and running:
                     try:
                         await self._all(there, "probe", lambda r: self._compare(r, probe, version))
                     except BaseException:
-                        self._labels, self._label, self._version, self._location = before[:4]
-                        await self._pause(there, "keep", deadline_s)
-                        self._state = moved(self._state, EngineState.UPDATING)
-                        try:
-                            await self._take_back(there, before[3], before[4], deadline_s)
-                        finally:
-                            self._state = moved(self._state, EngineState.PAUSED)
-                            await self._resume(there, CONTROL_S)
+                        async with self._updating(there, "keep", deadline_s):
+                            await self._take_back(before, deadline_s)
                         raise
+                self._labels = {**(self._labels or {}), label: version}
+                self._label, self._version, self._location = label, version, location
                 self._published = version
                 self.counts.updates += 1
             finally:
                 self._settled.set()
+
+    @asynccontextmanager
+    async def _updating(
+        self, replicas: Sequence[Replica], in_flight: InFlight, deadline_s: float
+    ) -> AsyncIterator[list[Replica]]:
+        """Paused while the block runs, then as before. A replica that lost its weights stays paused: a step
+        without weights would end its engine."""
+        running = self._state is EngineState.RUNNING
+        there = await self._pause(replicas, in_flight, deadline_s) if running else list(replicas)
+        self._state = moved(self._state, EngineState.UPDATING)
+        try:
+            yield there
+        finally:
+            self._state = moved(self._state, EngineState.PAUSED)
+            if running:
+                await self._resume([r for r in there if r.label != wire.LOADING], CONTROL_S)
 
     async def _pause(
         self, replicas: Sequence[Replica], in_flight: InFlight, deadline_s: float
@@ -685,27 +699,22 @@ class VllmSampler:
             replicas, "resume", lambda r: self._control(r, "/resume", None, deadline_s=deadline_s)
         )
 
-    async def _take_back(
-        self, replicas: Sequence[Replica], location: str | None, labels: dict[Replica, str], deadline_s: float
-    ) -> None:
+    async def _take_back(self, labels: dict[Replica, str], deadline_s: float) -> None:
         """The old weights into every replica that does not have them any more; one where that fails is not
         used until it does."""
-        for replica in replicas:
-            if replica.label == labels[replica]:
+        for replica, label in labels.items():
+            if replica.label == label:
                 continue
             try:
-                await self._load(replica, location or replica.root, labels[replica], deadline_s)
+                await self._load(replica, self._location or replica.root, label, deadline_s)
             except (ModelError, httpx.TransportError) as error:
                 self._down(replica, f"its weights are lost: {_name(error)}")
 
     async def _bring_current(self, replica: Replica) -> None:
-        """The present weights into a server that came back without them."""
-        assert self._location is not None
+        """The present weights into a server without them. If that fails it stays paused."""
         await self._control(replica, "/pause?mode=keep", None)
-        try:
-            await self._load(replica, self._location, self._label, CONTROL_S)
-        finally:
-            await self._control(replica, "/resume", None)
+        await self._load(replica, self._location or replica.root, self._label, CONTROL_S)
+        await self._control(replica, "/resume", None)
 
     async def _load(self, replica: Replica, location: str, label: str, deadline_s: float) -> None:
         replica.label = wire.LOADING

@@ -216,6 +216,8 @@ class FakeVllm:
     def _rpc(self, method: str, location: str) -> Answer:
         found = self.read(location)
         if isinstance(found, str):
+            if method == "agentrl_load_weights":
+                self.weights = None  # as a load that fails half way leaves it
             return Answer(500, {"error": {"message": found}})
         if method == "agentrl_load_weights":
             assert self.paused is not None, "weights changed under running requests"
@@ -254,6 +256,7 @@ class FakeVllm:
             await asyncio.gather(gone, work, return_exceptions=True)
 
     async def _decode(self, one: Running) -> str:
+        """The finish reason. Without weights a step ends the process."""
         params, prompt = one.body["sampling_params"], one.body["token_ids"]
         temperature = params["temperature"]
         limit = min(params["max_tokens"], self.context - len(prompt))
@@ -264,6 +267,7 @@ class FakeVllm:
                 await asyncio.sleep(0.002)
             if one.aborted:
                 return "abort"
+            assert self.weights is not None, "a step without weights"
             prefix = prompt + one.ids
             sampled = self.say(self.weights, prefix, temperature=temperature)
             said = sampled if self.processed and temperature else self.say(self.weights, prefix)

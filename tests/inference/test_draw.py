@@ -70,7 +70,7 @@ def test_greedy_rows_ignore_chance_and_others_do_not() -> None:
 
 
 def test_a_truncated_draw_is_certain_within_what_was_kept_and_not_trainable() -> None:
-    """LGP-10: the engine kept {1}; its log-prob is 0, the learner's full one is not, so no loss may use it."""
+    """LGP-10: the engine kept {1}; its log-prob is 0, the learner's full one is not: no loss may use it."""
     draw = Draw.of([SamplingParams(top_k=1)], [None], stop_token_ids=(9,), device=torch.device("cpu"))
     ids, log_probs = draw.sample(torch.tensor([[2.99, 3.00, 0.0]]), torch.Generator().manual_seed(1))
     assert (ids.tolist(), log_probs.tolist()) == ([1], [0.0])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from fake_vllm import STOP, FakeVllm, broken, garbage, half, log_probs, status, write_weights
+from fake_vllm import STOP, Answer, FakeVllm, broken, garbage, half, log_probs, status, write_weights
 
 from agentrl.errors import ConfigError, ModelError
 from agentrl.inference.sampler import Sampler, SampleRequest, SampleResult
@@ -334,7 +334,7 @@ def test_servers_are_waited_for_by_name_and_different_models_refused() -> None:
     [
         (GENERATE, status(403, "Scale-out endpoints are disabled."), "--enable-scale-out"),
         ("/v1/models", status(401, "no key"), "AGENTRL_SERVER_KEY"),
-        ("/v1/models", lambda _: __import__("fake_vllm").Answer(body={"object": "list"}), "as vLLM does"),
+        ("/v1/models", lambda _: Answer(body={"object": "list"}), "as vLLM does"),
     ],
 )
 def test_a_server_that_can_never_work_is_a_configuration_error(path: str, fault: Any, said: str) -> None:
@@ -611,3 +611,41 @@ def test_random_faults_never_lose_duplicate_or_mix_up_tokens(tmp_path: Path) -> 
         assert counts.pauses == counts.resumes == counts.updates == 4
 
     run(work, 2)
+
+
+def test_a_replica_whose_weights_are_lost_stays_paused_until_it_has_some(tmp_path: Path) -> None:
+    """A load that fails half way, and taking back fails too: a step would end that engine, so there is
+    none."""
+
+    async def work(sampler: VllmSampler, one: FakeVllm, two: FakeVllm) -> None:
+        await sampler.publish(write_weights(tmp_path / "v0", 10), 0)
+
+        def lose(body: dict[str, Any]) -> Any:
+            two.weights = None
+            return Answer(500, {"error": {"message": "half way"}})
+
+        two.faults["/collective_rpc"].extend([lambda _: None, lose, lose])
+        with pytest.raises(ModelError, match="half way"):
+            await sampler.publish(write_weights(tmp_path / "v1", 11), 1)
+        assert (one.weights, one.label, one.paused) == (10, "0", None)
+        assert two.paused == "keep" or two.weights == 10
+        results = await asyncio.gather(*(sampler.sample(request(id=f"g{i}.0.1.c0")) for i in range(8)))
+        for result in results:
+            check(result, {0: 10})
+        await until(lambda: all(r.up for r in sampler.replicas))
+        assert (two.weights, two.label, two.paused) == (10, "0", None)
+
+    run(work, 2)
+
+
+def test_a_server_left_in_the_middle_of_a_load_gets_weights_before_it_is_resumed() -> None:
+    """A trainer killed between load and label: whatever is in there is nobody's version."""
+    server = FakeVllm(weights=3)
+    server.weights, server.label, server.paused = None, "loading", "keep"
+
+    async def work(sampler: VllmSampler, server: FakeVllm) -> None:
+        assert (server.weights, server.label, server.paused) == (3, "default", None)
+        assert sampler.policy_version is None
+        check(await sampler.sample(request()), {None: 3})
+
+    run(work, [server])

@@ -91,7 +91,7 @@ async def attempts(root: Path, tokenizer: Any, tasks: list[Task]) -> tuple[list[
     sampler = Overheard(await VllmSampler.connect([URL]))
     backend = PlainBackend(root / "sandboxes")
     settings = RolloutSettings(
-        sampling=SamplingParams(max_tokens=40), max_context=2000, sample_deadline_s=900
+        sampling=SamplingParams(max_tokens=24), max_context=2000, sample_deadline_s=900
     )
     found: list[Trajectory] = []
     try:
@@ -127,7 +127,7 @@ def test_thirty_two_multi_turn_trajectories_are_exact(tmp_path: Path, served: tu
     finds the log-probs that were recorded."""
     model, tokenizer = served
     swe_mini.generate(tmp_path / "tasks", train=GROUPS, heldout=0, seed=3)
-    limits = Limits(max_turns=4, max_tokens=120, max_context=2000, wall_s=1500)
+    limits = Limits(max_turns=3, max_tokens=72, max_context=2000, wall_s=1500)
     tasks = [replace(task, limits=limits) for task in load_suite(tmp_path / "tasks")]
     made, sampler = asyncio.run(attempts(tmp_path, tokenizer, tasks))
     assert len(made) == GROUPS * SIZE
