@@ -368,8 +368,11 @@ class _Run:
             self.listener.advance(1, quarantined=quarantined)
             return admission
 
-        async with asyncio.TaskGroup() as all_of_them:
-            made = [all_of_them.create_task(one(task)) for task in tasks]
+        try:
+            async with asyncio.TaskGroup() as all_of_them:
+                made = [all_of_them.create_task(one(task)) for task in tasks]
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from several
         self.listener.end(quarantined=quarantined)
         return {task.id: each.result() for task, each in zip(tasks, made, strict=True)}
 

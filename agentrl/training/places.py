@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from functools import partial
 
+from agentrl.errors import BoundaryError
 from agentrl.types import Task
 from envs import registry
 from envs.evidence import Admission
 from envs.sandbox.contract import Backend, Mount
 from envs.session import Session
 from harness.gateway.remote import GatewayPlace
+from harness.group import MAX_RERUNS
 from harness.rollout import OpenSession
 
 
@@ -35,7 +37,14 @@ def expect(place: Backend, group_id: str, size: int) -> None:
 
 
 async def admit(task: Task, place: Backend, *, light: bool) -> Admission:
-    """Validate a task where its sessions will live; a gateway decides itself how thoroughly."""
+    """Validate a task where its sessions will live; a gateway decides itself how thoroughly. What was the
+    environment's fault and may pass is tried again, like an attempt."""
     if isinstance(place, GatewayPlace):
         return await place.admit(task, light=light)
+    for _ in range(MAX_RERUNS):
+        try:
+            return await registry.admit(task, place, light=light)
+        except BoundaryError as error:
+            if error.owner != "environment" or not error.retryable:
+                raise
     return await registry.admit(task, place, light=light)

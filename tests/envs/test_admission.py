@@ -1,6 +1,7 @@
 """Admission: tasks that cannot be graded are quarantined with a reason."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,19 @@ def test_a_failing_backend_is_not_the_tasks_fault(task: Task) -> None:
 
     with pytest.raises(SandboxLost):
         admitted(task, Faults(before=lose))
+
+
+def test_the_time_in_which_a_sandbox_is_made_is_no_time_of_the_verifiers(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, making_s = FaultyBackend.create, 1.0
+
+    async def slow(self: FaultyBackend, *given: Any, **named: Any) -> Any:
+        await asyncio.sleep(making_s)
+        return await prompt(self, *given, **named)
+
+    monkeypatch.setattr(FaultyBackend, "create", slow)
+    begun = time.monotonic()
+    admission = admitted(task, light=True)
+    assert admission.valid
+    assert sum(admission.runtimes_s) <= time.monotonic() - begun - 2 * making_s
