@@ -32,9 +32,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import httpx
 
-from agentrl.errors import SandboxError, SandboxLost
+from agentrl.errors import BoundaryError, SandboxError, SandboxLost
 from agentrl.types import JsonScalar, SandboxSpec
-from envs.sandbox import docker_disk, docker_init
+from envs.sandbox import docker_disk, docker_init, docker_outlive
 from envs.sandbox import namespaces as ns
 from envs.sandbox.agent import Inbox, frames
 from envs.sandbox.cgroups import RESERVED_MEMORY_MIB
@@ -59,6 +59,7 @@ ORPHAN_GRACE_S = 60.0
 """A sandbox that nobody is connected to ends itself after this, with or without an engine."""
 LEASE_S = 7200.0
 INFO_DEADLINE_S = 15.0
+ADOPT_DEADLINE_S = 20.0
 CREATE_DEADLINE_S = 60.0
 SHUTDOWN_DEADLINE_S = 0.5
 KILL_DEADLINE_S = 0.4
@@ -116,6 +117,10 @@ class DockerBackend:
         self._removing = asyncio.Semaphore(REMOVALS_AT_ONCE)
         self._facts: dict[str, Any] | None = None
         self._sweep: asyncio.Task[int] | None = None
+        self._owner: str | None = None
+        self._estate: docker_outlive.Estate | None = None
+        self._janitor: docker_outlive.Janitor | None = None
+        self._asking = asyncio.Lock()
 
     @property
     def name(self) -> str:
@@ -177,6 +182,9 @@ class DockerBackend:
             self._sweep.cancel()
         if self._removals:
             await asyncio.wait(self._removals.values(), timeout=CLOSE_DEADLINE_S)
+        if self._estate is not None:
+            self._estate.close()
+            self._estate = None
         left = [task for task in self._removals.values() if not task.done()]
         for task in left:
             task.cancel()
@@ -188,6 +196,64 @@ class DockerBackend:
                     self._folder.rmdir()
             os.close(self._lock)
             self._lock = None
+        if self._janitor is not None:
+            self._janitor.dismiss(everything_gone=not left)
+            self._janitor = None
+
+    # -- outliving this process: see `adoption.Adopting`
+
+    def outlive(self, owner: str) -> None:
+        self._owner = owner
+
+    async def adopt(self, session: str) -> LiveSandbox | None:
+        while (taken := (await self._inherited()).take(session)) is not None:
+            folder, record = taken
+            try:
+                return await self._resume(folder, record)
+            except (OSError, BoundaryError):
+                self._dispose(folder.name)  # It has ended, or is not what was made.
+        return None
+
+    async def forget(self) -> int:
+        rest = (await self._inherited()).rest()
+        for folder in rest:
+            self._dispose(folder.name)
+        return len(rest)
+
+    async def _inherited(self) -> docker_outlive.Estate:
+        async with self._asking:
+            if self._estate is None:
+                assert self._owner is not None, "outlive() first"
+                estate = docker_outlive.Estate(self._state / "run", self._owner)
+                await asyncio.to_thread(estate.enter)
+                self._estate = estate
+            return self._estate
+
+    async def _resume(self, folder: Path, record: docker_outlive.Record) -> LiveSandbox:
+        """A sandbox of another process. Raises when its agent does not answer, or is another one."""
+        begun = time.monotonic()
+        connection = _connect(folder / "share")
+        if connection is None:
+            raise FileNotFoundError(f"nobody listens in {folder}")
+        channel = await Channel.attach(
+            connection, sandbox=folder.name, post_mortem=lambda: self._post_mortem(folder.name)
+        )
+        upper: int | None = None
+        try:
+            hello, _ = await channel.call({"op": "hello"}, deadline_s=ADOPT_DEADLINE_S)
+            if hello["instance"] != record.instance:
+                raise SandboxLost(f"Sandbox {folder.name} is another instance than at its start.")
+            upper = docker_disk.upper_of(folder)
+            return self._alive(channel, folder, record, upper, begun)
+        except BaseException:
+            channel.close()
+            if upper is not None:
+                os.close(upper)
+            raise
+
+    def _folder_of(self, name: str) -> Path:
+        """Where a container's things lie; its name holds that of its backend."""
+        return self._state / "run" / name.removeprefix("agentrl-").rpartition("-")[0] / name
 
     # -- starting
 
@@ -202,6 +268,8 @@ class DockerBackend:
             self._folder.chmod(0o711)
             self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._owner is not None:
+                self._janitor = docker_outlive.Janitor(self._folder, self._engine.path)
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().create_task(self.reap())
             self._sweep.add_done_callback(_heard)
@@ -247,7 +315,28 @@ class DockerBackend:
             raise
 
         assert start.upper is not None
-        upper = start.upper
+        record = docker_outlive.Record(
+            owner=self._owner or "",
+            session=session,
+            image=image,
+            instance=hello["instance"],
+            lower=str(lower),
+            spec=spec,
+        )
+        if self._owner is not None:
+            docker_outlive.write(folder, record)
+        return self._alive(channel, folder, record, start.upper, begun)
+
+    def _alive(
+        self,
+        channel: Channel,
+        folder: Path,
+        record: docker_outlive.Record,
+        upper: int,
+        begun: float,
+    ) -> LiveSandbox:
+        """The sandbox behind a connection to its agent."""
+        name, lower = folder.name, Path(record.lower)
 
         async def end() -> None:
             self._live.discard(sandbox)
@@ -269,9 +358,9 @@ class DockerBackend:
             id=name,
             backend=self.name,
             isolation=self.isolation,
-            image_digest=image,
-            instance=hello["instance"],
-            spec=spec,
+            image_digest=record.image,
+            instance=record.instance,
+            spec=record.spec,
             limits_enforced=("memory", "pids", "cpu", "disk", "network"),
             ready_ms=(time.monotonic() - begun) * 1000,
         )
@@ -472,7 +561,7 @@ class DockerBackend:
         except (EngineUnknown, EngineRefused) as error:
             evidence["engine"] = error.message
         with contextlib.suppress(OSError):
-            log = self._folder / name / "share" / "agent.log"
+            log = self._folder_of(name) / "share" / "agent.log"
             evidence["log"] = log.read_text("utf-8", "backslashreplace")[-_TAIL:]
         return evidence
 
@@ -527,7 +616,7 @@ class DockerBackend:
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_S)
         self._failed_removals.discard(name)
-        await asyncio.to_thread(docker_disk.remove, self._folder / name)
+        await asyncio.to_thread(docker_disk.remove, self._folder_of(name))
 
     # -- what others left
 

@@ -70,6 +70,11 @@ def make(folder: Path, lower: Path, *, workdir: str, disk_mib: int) -> tuple[dic
     return {inside: str(here) for inside, here in binds.items()}, upper
 
 
+def upper_of(folder: Path) -> int:
+    """A descriptor of the upper directory of a sandbox that another process made. Raises OSError."""
+    return os.open(folder / "disk" / "upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
 def remove(folder: Path) -> None:
     """Unmount and remove what is left of a sandbox. A container that still runs keeps its own view."""
     for name in ("work", "disk"):

@@ -29,6 +29,8 @@ from harness.gateway.remote import GatewayPlace
 
 LIVE = 50
 STEPS = 4
+BUSY_S = 60.0
+"""What a machine that is busy with other things may take for things that take a second."""
 LEASE_S = {"local": 5.0, "docker": 10.0}
 
 
@@ -189,7 +191,7 @@ def test_killed_in_the_middle_and_started_again_it_adopts_every_session_and_they
             assert f"agentrl_sessions_adopted_total {LIVE}.0" in page
         await place.close()
         process.kill(signal.SIGTERM)
-        assert await gone(process, 20) == []
+        assert await gone(process, BUSY_S) == []
 
     asyncio.run(run())
 
@@ -213,6 +215,6 @@ def test_killed_and_not_started_again_nothing_is_left_when_the_leases_are_over(p
             await asyncio.gather(*(one(n) for n in range(8)))
             process.kill()
             assert process.traces() != []
-            assert await gone(process, LEASE_S[process.backend] + 10.0) == []
+            assert await gone(process, LEASE_S[process.backend] + BUSY_S) == []
 
     asyncio.run(run())
