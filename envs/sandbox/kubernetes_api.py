@@ -34,7 +34,7 @@ from agentrl.errors import SandboxError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
-CONNECT_DEADLINE_S = 10.0
+CONNECT_DEADLINE_S = 20.0
 HEARTBEAT_S = 20.0
 """Between pings of an exec connection; one that does not answer is dropped."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0

@@ -34,8 +34,8 @@ Dropped = Callable[[str], None]
 
 IDLE_S = 20.0
 """A connection over which nothing was asked for this long is closed."""
-HELLO_DEADLINE_S = 15.0
-UNREACHABLE_S = 60.0
+HELLO_DEADLINE_S = 30.0
+UNREACHABLE_S = 120.0
 """A sandbox to which no connection can be made for this long is lost, whatever its pod's status says."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 _STDIN, _STDOUT, _STDERR, _ERROR = 0, 1, 2, 3
