@@ -200,6 +200,12 @@ class EvalSection(_Section):
     every: NonNegative = 0
     """Also after every so many updates; 0: only before and after."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    endpoint: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
+    """Base URL of an OpenAI-compatible endpoint that `agentrl eval` puts in the place of the policy. Its
+    key is read from `AGENTRL_ENDPOINT_KEY`; the tokenizer of `policy.source` only writes down what it
+    says."""
+    model: str = ""
+    """The model's name at that endpoint."""
 
 
 class KeepSection(_Section):

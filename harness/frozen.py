@@ -3,7 +3,7 @@
 The endpoint sees messages and tool schemas, never ids. Its words are written down as the ids that the chat
 format's tokenizer has for them, with its tool calls in the format that the harness parses, without
 log-probs and without a policy version: the record is complete enough to read, grade and imitate, and can
-not enter a policy loss.
+not enter a policy loss. A reply that takes more than `max_tokens` of those ids counts as cut off.
 """
 
 from __future__ import annotations

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
+from agentrl import config as configuration
 from agentrl.algo import recipes, refusals
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.inference.local import LocalSampler
+from agentrl.inference.openai import ChatEndpoint
 from agentrl.inference.sampler import Sampler
 from agentrl.learner import checkpoint, publish
 from agentrl.learner import model as models
@@ -155,7 +157,15 @@ def evaluate(config: RunConfig, *, checkpoint: str | None, listener: Listener) -
         config = config.model_copy(
             update={"eval": config.eval.model_copy(update={"tasks": config.tasks.heldout})}
         )
-    source, version = _policy_to_evaluate(config, folder, checkpoint)
+    version: PolicyVersion | None = None
+    if config.eval.endpoint:
+        if checkpoint is not None or not config.eval.model:
+            raise ConfigError(
+                "eval.endpoint needs eval.model and no checkpoint.", fix="Example: --set eval.model=NAME"
+            )
+        source = f"{config.eval.endpoint} {config.eval.model}"
+    else:
+        source, version = _policy_to_evaluate(config, folder, checkpoint)
     folder.root.mkdir(parents=True, exist_ok=True)
     with Store.open(config.run.store_url) as store:
         row = store.begin_run(
@@ -216,12 +226,23 @@ async def _attempt_heldout(
     source: str,
     version: PolicyVersion | None,
 ) -> list[Trajectory]:
+    one = _Run(config, None, folder, store, run_id, listener)
+    suite = await asyncio.to_thread(given.tasks, config, folder)
+    if config.eval.endpoint:
+        tokenizer = given.tokenizer(config, folder, suite.train)
+        endpoint = ChatEndpoint(
+            config.eval.endpoint, model=config.eval.model, key=configuration.environment("ENDPOINT_KEY")
+        )
+        try:
+            async with one.workplace(suite, tokenizer, None) as (place, tasks):
+                make = sampling.frozen_by(place, endpoint, temperature=config.eval.temperature)
+                return await one.attempt_once(place, make, tasks.heldout, phase="heldout", kind="e")
+        finally:
+            await endpoint.close()
     tokenizer = given.loaded_tokenizer(source)
     model = models.load(source) if version is None else publish.load_published(version)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    one = _Run(config, None, folder, store, run_id, listener)
-    suite = await asyncio.to_thread(given.tasks, config, folder)
     async with one.workplace(suite, tokenizer, _context(model)) as (place, tasks):
         served: serving.Served
         if config.policy.server.urls:
@@ -241,7 +262,8 @@ async def _attempt_heldout(
             if version is not None and config.policy.server.urls:
                 await served.follow(version)
             place = replace(place, max_context=served.max_context)
-            return await one.attempt_once(place, served.sampler, tasks.heldout, phase="heldout", kind="e")
+            make = sampling.attempts_by(place, served.sampler, temperature=config.eval.temperature)
+            return await one.attempt_once(place, make, tasks.heldout, phase="heldout", kind="e")
         finally:
             await served.close()
 
@@ -313,7 +335,7 @@ class _Run:
 
     @asynccontextmanager
     async def workplace(
-        self, tasks: given.Tasks, tokenizer: Any, context: int
+        self, tasks: given.Tasks, tokenizer: Any, context: int | None
     ) -> AsyncIterator[tuple[Workplace, given.Tasks]]:
         """A checked backend and the tasks that were admitted on it; everything is given back at the end."""
         backend = given.backend(self.config, self.folder.root / "sandboxes", self.listener)
@@ -508,21 +530,21 @@ class _Run:
         if not heldout:
             return None
         kind = {"heldout_before": "hb", "heldout_after": "ha"}.get(phase, f"h{phase.rpartition('_')[2]}-")
-        found = await self.attempt_once(place, sampler, heldout, phase=phase, kind=kind)
+        make = sampling.attempts_by(place, sampler, temperature=self.config.eval.temperature)
+        found = await self.attempt_once(place, make, heldout, phase=phase, kind=kind)
         success = Tally.of(found).success
         if success is not None:
             self.store.log(self.run_id, [(self.progress.updates, "heldout/success", success)])
         return success
 
     async def attempt_once(
-        self, place: Workplace, sampler: Sampler, tasks: Sequence[Task], *, phase: str, kind: str
+        self, place: Workplace, make: groups.MakeAttempt, tasks: Sequence[Task], *, phase: str, kind: str
     ) -> list[Trajectory]:
         """One attempt at each task."""
         requests = [
             GroupRequest(id=f"{self.run_id}-{kind}{number:05d}", task=task, size=1)
             for number, task in enumerate(tasks)
         ]
-        make = sampling.attempts_by(place, sampler, temperature=self.config.eval.temperature)
         return await sampling.collect(place, requests, make, phase=phase, step=self.progress.updates)
 
     # --------------------------------------------------------------------------------------------- training

@@ -9,10 +9,11 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.config import RunConfig
+from agentrl.inference.openai import ChatEndpoint
 from agentrl.inference.sampler import Sampler
 from agentrl.inference.scripted import Script, ScriptedSampler
 from agentrl.store.store import Store
@@ -29,6 +30,7 @@ from harness.agents import catalogue
 from harness.agents.command import CommandAgent
 from harness.chat import ChatFormat
 from harness.demonstrator import Demonstrator, Habits
+from harness.frozen import FrozenPolicy
 from harness.gold import GoldDemonstrator
 from harness.group import GroupOutcome, GroupRequest
 from harness.rollout import RolloutSettings, run_one
@@ -86,6 +88,30 @@ def attempts_by(place: Workplace, sampler: Sampler, *, temperature: float) -> gr
             settings=settings,
             attempt=attempt,
             open_session=places.open_session(place.backend, mounts=mounts),
+        )
+
+    return make
+
+
+def frozen_by(place: Workplace, endpoint: ChatEndpoint, *, temperature: float) -> groups.MakeAttempt:
+    """Attempts of a chat endpoint: graded like those of a policy, and never trained on."""
+    settings = replace(place.settings(temperature), require_log_probs=False)
+
+    async def make(task: Task, group_id: str, index: int, attempt: int) -> Trajectory:
+        frozen = FrozenPolicy(endpoint, place.chat, nudges=place.config.rollout.nudges)
+        return await run_one(
+            task,
+            sampler=frozen.sampler,
+            chat=place.chat,
+            backend=place.backend,
+            group_id=group_id,
+            index=index,
+            signing_key=place.signing_key,
+            admission=place.admissions.get(task.id),
+            agent=frozen.agent,
+            settings=settings,
+            attempt=attempt,
+            open_session=places.open_session(place.backend),
         )
 
     return make

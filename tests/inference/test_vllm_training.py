@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_vllm import FakeVllm
+from fake_vllm import Answer, FakeVllm
 from fake_vllm import log_probs as hashed
 from transformers import AutoModelForCausalLM
 
 from agentrl import config as configuration
-from agentrl.errors import ModelError
+from agentrl.errors import ConfigError, ModelError
 from agentrl.store.store import Store
 from agentrl.training import loop
 
@@ -115,3 +115,23 @@ def test_a_server_that_says_other_log_probs_than_the_learner_stops_the_run(
     with pytest.raises(ModelError, match="is off the learner by"):
         loop.run(config(tmp_path / "run", server), listener=Quiet())
     assert server.paused is None
+
+
+def test_an_endpoint_is_evaluated_on_the_heldout_tasks_of_a_run(tmp_path: Path, server: FakeVllm) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "submit", "arguments": "{}"}}
+    reply = {"choices": [{"message": {"content": "", "tool_calls": [call]}, "finish_reason": "stop"}]}
+    server.faults["/v1/chat/completions"].extend([lambda _: Answer(body=reply)] * 3)
+    run = config(tmp_path / "run", server, max_tokens=200)
+    judged = run.model_copy(
+        update={
+            "eval": run.eval.model_copy(update={"endpoint": f"{server.url}/v1", "model": "judge", "tasks": 1})
+        }
+    )
+    found = loop.evaluate(judged, checkpoint=None, listener=Quiet())
+    assert (found.attempted, found.graded, found.faults, found.version) == (1, 1, 0, None)
+    assert found.success == 0.0
+    (asked,) = server.sent("/v1/chat/completions")
+    assert asked["model"] == "judge"
+    assert {tool["function"]["name"] for tool in asked["tools"]} >= {"submit", "run_tests"}
+    with pytest.raises(ConfigError, match=r"needs eval\.model"):
+        loop.evaluate(judged, checkpoint="3", listener=Quiet())
