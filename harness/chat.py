@@ -55,7 +55,7 @@ class ChatFormat:
         tool_parser: a row of `harness.actions.FORMATS`.
 
     Raises:
-        ConfigError: no template, or one that does not render a plain exchange with exactly one BOS.
+        ConfigError: no template, or one that does not render a plain exchange or begins with two BOS.
     """
 
     def __init__(self, tokenizer: Any, *, tool_parser: str = "hermes") -> None:
@@ -311,7 +311,7 @@ class ChatFormat:
                 f"the chat template does not render a plain exchange: {error}", fix="Use another template."
             ) from error
         bos = self.tokenizer.bos_token_id
-        if bos is not None and bos != self.tokenizer.eos_token_id and whole.count(bos) > 1:
+        if bos is not None and whole[:2] == (bos, bos):  # more of them may be its turn markers
             raise ConfigError("the chat template writes BOS twice.", fix="Remove one from the template.")
         before, found, tail = text.rpartition(_PROBE)
         if not found or not before:

@@ -96,7 +96,7 @@ You are a helpful assistant<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""Plain ChatML: any role, no tools, a system prompt of its own where there is none."""
+"""Plain ChatML: any role, no tools, its own system prompt where there is none, BOS before every message."""
 
 HARMONY = """\
 {%- for m in messages %}
@@ -115,6 +115,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "special": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
         "plain": [],
         "eos": "<|im_end|>",
+        "bos": "<|im_start|>",
     },
     "harmony": {
         "template": HARMONY,
