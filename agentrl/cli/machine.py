@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import platform
 import tempfile
 import time
@@ -21,6 +23,7 @@ from envs.sandbox.backends import checked
 from envs.sandbox.contract import Backend, ExecRequest
 from envs.sandbox.probe import Finding, probe_machine
 
+LEFT_DEADLINE_S = 15.0
 OPTIONAL = frozenset({"docker engine", "kubernetes", "GPU"})
 """A run on this machine does not need them."""
 PACKAGES = ("torch", "transformers", "tokenizers", "sqlalchemy", "pydantic")
@@ -81,9 +84,11 @@ def bench_sandboxes(backend: str, count: int, commands: int, at_once: int, *, as
     with progress.shown(as_json=as_json) as listener, tempfile.TemporaryDirectory() as folder:
         listener.begin("sandboxes", total=count, unit="sandboxes")
         place = checked(backend, Path(folder))
+        before = _held(Path(folder))
         started = time.perf_counter()
         times, ends = asyncio.run(_bench(place, Path(folder), count, commands, at_once, listener))
         wall_s = time.perf_counter() - started
+        left = _left(Path(folder), before)
         listener.end()
     facts = {
         what: {"p50": _quantile(ms, 0.5), "p95": _quantile(ms, 0.95), "n": len(ms)}
@@ -92,7 +97,7 @@ def bench_sandboxes(backend: str, count: int, commands: int, at_once: int, *, as
     failed = {end: n for end, n in ends.items() if end != "ok"}
     if as_json:
         given = {"backend": backend, "count": count, "commands": commands, "at_once": at_once}
-        output.emit({**given, "wall_s": wall_s, "milliseconds": facts, "ends": ends})
+        output.emit({**given, "wall_s": wall_s, "milliseconds": facts, "ends": ends, "left": left})
     else:
         output.table(
             ("what", "p50 ms", "p95 ms", "times"),
@@ -104,10 +109,41 @@ def bench_sandboxes(backend: str, count: int, commands: int, at_once: int, *, as
         )
         took = output.duration(wall_s)
         output.say(f"{count} {backend} sandboxes, {at_once} at once, {commands} commands each: {took}")
+        remains = ", ".join(f"{number} {what}" for what, number in left.items() if number)
+        output.say(f"[red]left behind:[/] {remains}" if remains else f"Left behind: no {', '.join(left)}")
         if failed:
             output.say(f"[red]ended otherwise:[/] {', '.join(f'{end} {n}' for end, n in failed.items())}")
-    if failed:
+    if failed or any(left.values()):
         raise typer.Exit(FAILED)
+
+
+def _held(folder: Path) -> dict[str, int]:
+    """What sandboxes whose state is below `folder` hold on this machine now. A container holds mounts and a
+    folder here for as long as its engine knows it."""
+    parents: dict[str, str] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            parents[name] = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1]
+    below = {str(os.getpid())}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return {
+        "processes": len(below) - 1,
+        "mounts": sum(str(folder) in line for line in mounts),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "folders": sum(1 for run in folder.rglob("run") if run.is_dir() for _ in run.iterdir()),
+    }
+
+
+def _left(folder: Path, before: dict[str, int]) -> dict[str, int]:
+    """What is held more than before, after a moment for those who remove it in the background."""
+    until = time.monotonic() + LEFT_DEADLINE_S
+    while True:
+        left = {what: max(0, number - before[what]) for what, number in _held(folder).items()}
+        if not any(left.values()) or time.monotonic() > until:
+            return left
+        time.sleep(0.1)
 
 
 async def _bench(

@@ -98,7 +98,7 @@ def test_an_attack_earns_nothing(place: Place, name: str) -> None:
 
 
 def test_the_history_tells_nothing_of_the_solution(place: Place) -> None:
-    commands = "git log --all -p; git reflog; git fsck --lost-found; git stash list; find . /tmp ~ -name '*.orig'"
+    commands = "git log --all -p; git reflog; git fsck --lost-found; find . /tmp ~ -name '*.orig'"
     verdict, seen = place.attempt(commands, "cat /solution/* /tests/* ../solution/* 2>/dev/null; ls -a / ..")
     fixed = str(place.task.metadata["fix"])
     assert all(fixed not in text for text in seen)
