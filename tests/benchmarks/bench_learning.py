@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import config
+from agentrl.algo import recipes
 from agentrl.cli.training import QUICKSTART, for_the_suite
 from agentrl.learner import publish
 from agentrl.store import Store
@@ -26,7 +27,7 @@ from agentrl.training import charts, loop
 
 HERE = Path(__file__).parent
 RECIPES = ("grpo", "dr-grpo", "dapo", "gspo", "cispo", "sapo", "ppo", "sao", "vapo", "rloo")
-KL = "train.overrides={penalty={kl_k3={coefficient=0.05}}}"
+KL = "train.overrides={penalty={kl_k3=false, kl_k2={coefficient=0.05}}}"
 COLOURS = (
     "#1f77b4",
     "#ff7f0e",
@@ -92,6 +93,7 @@ def run(folder: Path, recipe: str, seed: int, start: Path) -> Result:
         return Result(**json.loads(kept.read_text()))
     typed = [
         f'run.dir="{home}"',
+        f'run.store="sqlite:///{folder.resolve()}/store.db"',  # one, so that a task is admitted once
         f"run.seed={seed}",
         f'policy.source="{start}"',
         "coldstart.demonstrations=0",
@@ -100,6 +102,9 @@ def run(folder: Path, recipe: str, seed: int, start: Path) -> Result:
         KL,
         *for_the_suite(recipe),
     ]
+    size = recipes.get(recipe).group_size
+    if size is not None:
+        typed += [f"rollout.group_size={size}", f"rollout.groups={64 // size}"]
     cpu = time.process_time()
     summary = loop.run(config.load(QUICKSTART, typed), listener=Silent(), resume=(home / "run.json").exists())
     assert summary.heldout_before is not None
