@@ -144,10 +144,6 @@ def test_a_pod_deleted_in_a_command_ends_it_at_once(held: Held, space: str, stat
 
 
 STATUSES = {
-    "evicted": (
-        {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."},
-        ("evicted", "environment", True),
-    ),
     "own limit": (
         {
             "phase": "Failed",
@@ -277,7 +273,7 @@ def test_a_create_that_is_cancelled_anywhere_leaves_nothing(held: Held, space: s
     runner, backend, _, _ = held
 
     async def check() -> None:
-        for wait_s in (0.0, 0.02, 0.1, 0.5, 1.5):
+        for wait_s in (0.0, 0.1, 1.5):
             task = asyncio.create_task(make(backend, state))
             await asyncio.sleep(wait_s)
             task.cancel()
@@ -455,9 +451,9 @@ def test_an_image_that_is_built_here_brings_its_workdir(space: str, state: Path)
 
 def test_idle_sandboxes_hold_no_connection_and_all_are_one_watch(space: str, state: Path) -> None:
     async def check() -> None:
-        async with proxied() as proxy, opened(space, state, proxy, idle_s=0.5, creates_at_once=3) as backend:
-            boxes = await asyncio.gather(*(make(backend, state) for _ in range(6)))
-            assert backend.pressure.peak <= 3
+        async with proxied() as proxy, opened(space, state, proxy, idle_s=0.5, creates_at_once=2) as backend:
+            boxes = await asyncio.gather(*(make(backend, state) for _ in range(4)))
+            assert backend.pressure.peak <= 2
             assert proxy.count("watch=1") == backend.pods.counts.watches == 1
             assert backend.pods.counts.lists <= 4  # One, and doubts on a slow machine; never one per pod.
             await asyncio.sleep(2.0)
