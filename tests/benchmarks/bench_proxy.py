@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -177,7 +178,15 @@ async def conversations(
         return took, len(took) / (time.perf_counter() - begun)
 
 
-async def measure(options: argparse.Namespace, server: str, proxied: str) -> list[dict[str, Any]]:
+def cpu_ms(pid: int) -> float:
+    """Processor time that a process has used: what the proxy costs however busy the machine is."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(
+    options: argparse.Namespace, server: str, proxied: str, proxy_pid: int
+) -> list[dict[str, Any]]:
     model = "m"
     rows = []
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {ADMIN}"}, timeout=60) as admin:
@@ -186,12 +195,14 @@ async def measure(options: argparse.Namespace, server: str, proxied: str) -> lis
         for concurrency in options.concurrency:
             count = max(options.conversations, concurrency)
             sides: dict[str, list[tuple[list[float], float]]] = {"direct": [], "proxy": []}
+            used_ms = 0.0
             for number in range(options.rounds + 1):  # the first round warms up and is not counted
                 for side in ("direct", "proxy") if number % 2 else ("proxy", "direct"):
                     keys = [("", "none")] * count
                     if side == "proxy":
                         opened = [(await admin.post(f"{proxied}/sessions")).json() for _ in range(count)]
                         keys = [(o["openai_base_url"], o["key"]) for o in opened]
+                    before_ms = cpu_ms(proxy_pid)
                     found = await conversations(
                         f"{server}/v1",
                         keys,
@@ -201,6 +212,7 @@ async def measure(options: argparse.Namespace, server: str, proxied: str) -> lis
                     )
                     if number:
                         sides[side].append(found)
+                        used_ms += cpu_ms(proxy_pid) - before_ms
                     if side == "proxy":
                         for one in opened:
                             await admin.post(f"{proxied}/sessions/{one['session']}/close")
@@ -215,6 +227,10 @@ async def measure(options: argparse.Namespace, server: str, proxied: str) -> lis
                     "added_p50_ms": round(p50["proxy"] - p50["direct"], 2),
                     "throughput_share": round(rate["proxy"] / rate["direct"], 4),
                     "direct_per_s": round(rate["direct"], 1),
+                    "proxy_cpu_ms_per_request": round(
+                        used_ms / sum(len(took) for took, _ in sides["proxy"]), 2
+                    ),
+                    "load": round(os.getloadavg()[0], 1),
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
@@ -227,11 +243,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def process(*words: str, port: int) -> Iterator[str]:
-    """This file again, as a server on a port."""
+def process(*words: str, port: int) -> Iterator[tuple[str, int]]:
+    """This file again, as a server on a port: its URL and process id."""
     running = subprocess.Popen([sys.executable, __file__, *words, "--port", str(port)])
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 400
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -240,7 +256,7 @@ def process(*words: str, port: int) -> Iterator[str]:
                 if running.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit(f"{words} did not start") from None
                 time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", running.pid
     finally:
         running.terminate()
         running.wait(20)
@@ -266,13 +282,15 @@ def main() -> None:
         proxy(options.port, options.server, options.tokenizer, options.max_tokens)
         return
     with contextlib.ExitStack() as stack:
-        server = options.vllm or stack.enter_context(
-            process("--be", "server", "--delay-ms", str(options.delay_ms), port=free_port())
-        )
+        server = options.vllm
+        if not server:
+            words = ["--be", "server", "--delay-ms", str(options.delay_ms)]
+            server, _ = stack.enter_context(process(*words, port=free_port()))
         given = ["--tokenizer", options.tokenizer] if options.vllm else []
         given += ["--max-tokens", str(options.max_tokens)]
-        proxied = stack.enter_context(process("--be", "proxy", "--server", server, *given, port=free_port()))
-        rows = asyncio.run(measure(options, server, proxied))
+        words = ["--be", "proxy", "--server", server, *given]
+        proxied, pid = stack.enter_context(process(*words, port=free_port()))
+        rows = asyncio.run(measure(options, server, proxied, pid))
     print(json.dumps({"rows": rows}))
 
 

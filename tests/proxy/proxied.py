@@ -58,18 +58,25 @@ class Engine:
         self.delay_s = delay_s
         self._chat = chat
         self._script = script
+        self._numbers: dict[str, int] = {}
+        self._said: dict[str, tuple[tuple[int, ...], int]] = {}
 
     async def sample(self, request: SampleRequest) -> SampleResult:
-        number = len(self.requests)
         self.requests.append(request)
+        base = request.id.partition(".p")[0] if ".p" in request.id else request.id
+        known = self._said.get(base)
         started = time.time()
         try:
             await asyncio.sleep(self.delay_s)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        line = self._script(request, number)
-        said = self._chat.encode_reply(line) if isinstance(line, str) else tuple(line)
+        if known is None:
+            number = self._numbers.setdefault(base, len(self._numbers))
+            line = self._script(request, number)
+            whole = self._chat.encode_reply(line) if isinstance(line, str) else tuple(line)
+            known = self._said[base] = (whole, len(request.prompt_token_ids))
+        said = known[0][len(request.prompt_token_ids) - known[1] :]  # a later piece of the same reply
         ids = said[: request.params.max_tokens]
         return SampleResult(
             request_id=request.id,

@@ -26,6 +26,7 @@ def numbered(**more: Any) -> Proxy:
 @pytest.mark.parametrize("headers", [{"idempotency-key": "k"}, {"x-stainless-retry-count": "1"}, {}])
 def test_a_retry_joins_what_is_running_and_repeats_what_was_answered(headers: dict[str, str]) -> None:
     proxy = numbered(delay_s=0.05)
+    proxy.live.door._retries.clock = lambda: 0.0
 
     async def talk() -> list[str]:
         first = asyncio.create_task(proxy.post(PATH, BODY, **headers))
@@ -129,7 +130,7 @@ def test_in_an_attempt_a_fault_of_the_model_ends_the_session_for_good() -> None:
 
 
 def test_the_last_client_to_leave_takes_the_sampling_with_it() -> None:
-    proxy = numbered(delay_s=5.0)
+    proxy = numbered(delay_s=300.0)
 
     async def talk() -> tuple[int, int]:
         clients = [asyncio.create_task(proxy.post(PATH, BODY)) for _ in range(2)]
@@ -151,7 +152,7 @@ def test_a_stream_that_waits_shows_signs_of_life_and_then_the_whole_answer(
 ) -> None:
     monkeypatch.setattr("harness.proxy.door.FIRST_BYTE_S", 0.01)
     monkeypatch.setattr("harness.proxy.door.PING_S", 0.02)
-    proxy = numbered(delay_s=0.15)
+    proxy = numbered(delay_s=0.5)
     status, said = asyncio.run(proxy.post(PATH, {**BODY, "stream": True}))
     assert status == 200
     assert said.startswith(": waiting\n\n")
@@ -165,7 +166,7 @@ def test_a_failure_after_the_stream_began_is_an_error_event(monkeypatch: pytest.
     def script(request: Any, number: int) -> str:
         raise ModelError("the engine fell over.", code="engine")
 
-    proxy = Proxy(script=script, delay_s=0.05)
+    proxy = Proxy(script=script, delay_s=0.4)
     body = {"model": "m", "max_tokens": 9, "messages": BODY["messages"], "stream": True}
     _, openai_said = asyncio.run(proxy.post(PATH, body))
     _, anthropic_said = asyncio.run(proxy.post("v1/messages", body))
