@@ -28,6 +28,8 @@ from agentrl.training import charts, loop
 HERE = Path(__file__).parent
 RECIPES = ("grpo", "dr-grpo", "dapo", "gspo", "cispo", "sapo", "ppo", "sao", "vapo", "rloo")
 KL = "train.overrides={penalty={kl_k3=false, kl_k2={coefficient=0.05}}}"
+OWN = {"dr-grpo": ["train.overrides.reduction.max_length=1728"]}
+"""Numbers that a recipe has no default for: 18 turns of 96 tokens."""
 COLOURS = (
     "#1f77b4",
     "#ff7f0e",
@@ -101,6 +103,7 @@ def run(folder: Path, recipe: str, seed: int, start: Path) -> Result:
         f'train.recipe="{recipe}"',
         KL,
         *for_the_suite(recipe),
+        *OWN.get(recipe, []),
     ]
     size = recipes.get(recipe).group_size
     if size is not None:
