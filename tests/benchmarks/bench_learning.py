@@ -28,8 +28,11 @@ from agentrl.training import charts, loop
 HERE = Path(__file__).parent
 RECIPES = ("grpo", "dr-grpo", "dapo", "gspo", "cispo", "sapo", "ppo", "sao", "vapo", "rloo")
 KL = "train.overrides={penalty={kl_k3=false, kl_k2={coefficient=0.05}}}"
-OWN = {"dr-grpo": ["train.overrides.reduction.max_length=1728"]}
-"""Numbers that a recipe has no default for: 18 turns of 96 tokens."""
+OWN = {
+    "dr-grpo": ["train.overrides.reduction.max_length=1728"],
+    "rloo": ["train.mini_batches=1", "train.epochs=1"],
+}
+"""What a recipe has no default for (18 turns of 96 tokens), one step a batch where there is no ratio."""
 COLOURS = (
     "#1f77b4",
     "#ff7f0e",
