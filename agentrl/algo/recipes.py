@@ -1081,7 +1081,91 @@ IMITATE = Recipe(
     imitation=(choose("nll", coefficient=1.0, on="positive"),),
 )
 
+ACTOR_CRITIC = Recipe(
+    name="actor-critic",
+    paper="Mnih et al., 2016 (n-step advantage actor-critic)",
+    arxiv="1602.01783",
+    equation="A_t = sum_{k<n} gamma^k r_{t+k} + gamma^n V_{t+n} - V_t;  L = -1/N sum_t A_t log pi",
+    differs="n-step returns run over action tokens only; add penalty.entropy_bonus for its bonus",
+    advantage=choose("n_step", n=5),
+    ratio=choose("on_policy"),
+    surrogate=choose("reinforce"),
+    value=choose("value_mse"),
+)
+SWEET_RL = replace(
+    SPO,
+    name="sweet-rl",
+    paper="Zhou et al., 2025",
+    arxiv="2503.15478",
+    equation="A of a turn = V*(after it) - V*(before it), V* a turn critic with privileged information",
+    differs="values_N comes from any scorer that sees what the actor does not; it is trained elsewhere",
+)
+DAST = replace(
+    GRPO,
+    name="dast",
+    paper="Shen et al., 2025",
+    arxiv="2503.04472",
+    equation="R + bonus [correct and |y| <= budget], budget longer where the prompt is rarely solved",
+    differs="difficulty is the prompt's success so far, a column; short and long must be set",
+    reward=(choose("difficulty_budget"),),
+    penalty=(),
+)
+DSDR = replace(
+    GRPO,
+    name="dsdr",
+    paper="Wan et al., 2026",
+    arxiv=None,
+    equation="correct ones earn 1/(1 + similarity to the others); - c H on their tokens, mean per trajectory",
+    differs="the seeds give a sentence only; correct means a positive advantage in the local term",
+    reward=(choose("density_weighted"),),
+    penalty=(choose("positive_entropy", coefficient=0.01),),
+)
+PRO_GRPO = replace(
+    PODS,
+    name="pro-grpo",
+    paper="Ge et al., 2026",
+    arxiv=None,
+    equation="GRPO on the members that keep the rewards apart, out of a larger group",
+    differs="pruned after sampling, by reward; the paper prunes while it samples, by latent features",
+)
+DAGRPO = replace(
+    LUFFY,
+    name="dagrpo",
+    paper="Xie et al., 2025",
+    arxiv=None,
+    equation="GRPO without members that resemble the others; anchors by f(pi) A, f(x) = x/(x + 0.1)",
+    differs="the seeds give a sentence only; similarity is a column, anchors train as in LUFFY",
+    prune=(choose("distinct_only", at_most=2.0),),
+)
+PREFIX_RFT = replace(
+    LUFFY,
+    name="prefix-rft",
+    paper="Huang et al., 2025",
+    arxiv="2507.01679",
+    equation="a teacher's prefix by f(pi) A, the student's continuation by the clipped ratio, one group",
+    differs="the teacher's prefix is a member of its own, and context of the student's continuation",
+)
+REPO = replace(
+    GRPO,
+    name="repo",
+    paper="Li et al., 2025",
+    arxiv=None,
+    equation="GRPO over fresh and replayed trajectories; the ratio of a replayed one is to who sampled it",
+    differs="what is replayed is a plan of the run; a truncated correction bounds old ratios",
+    old="proximal",
+    correction=choose("truncated", cap=2.0),
+    penalty=(),
+)
+
 RECIPES: Mapping[str, Recipe] = _rows(
+    ACTOR_CRITIC,
+    SWEET_RL,
+    DAST,
+    DSDR,
+    PRO_GRPO,
+    DAGRPO,
+    PREFIX_RFT,
+    REPO,
     REINFORCE,
     REINFORCE_PP,
     REINFORCE_PP_BASELINE,

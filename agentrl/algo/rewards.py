@@ -280,7 +280,28 @@ def trajectory_return(
     return outcome_S + segment_sum(token_reward_N.to(outcome_S.dtype), layout)
 
 
+def difficulty_budget(
+    outcome_S: torch.Tensor,
+    reward_S: torch.Tensor,
+    length_S: torch.Tensor,
+    history_mean_S: torch.Tensor,
+    *,
+    short: int,
+    long: int,
+    bonus: float = 0.5,
+    correct_above: float = 0.5,
+) -> torch.Tensor:
+    """`R + bonus [correct and |y| <= short + (1 - p)(long - short)]`, p the prompt's success so far (DAST).
+
+    Prompts that are always solved are to be solved within `short` tokens, those never solved have `long`.
+    """
+    budget_S = short + (1.0 - history_mean_S.clamp(0.0, 1.0)) * (long - short)
+    earns_S = (reward_S > correct_above) & (length_S <= budget_S)
+    return outcome_S + bonus * earns_S.to(outcome_S.dtype)
+
+
 REWARD = table(
+    difficulty_budget,
     soft_overlong,
     step_bonus,
     group_length_reward,

@@ -129,6 +129,13 @@ def prune_small_advantage(
     return kept_S
 
 
+def distinct_only(trained_S: torch.Tensor, density_S: torch.Tensor, *, at_most: float = 2.0) -> torch.Tensor:
+    """Trajectories whose similarity mass of the other members is at most `at_most` (DaGRPO): near copies with
+    different rewards pull one policy in two directions. bool `[S]`; statistics were taken before.
+    """
+    return trained_S & (density_S <= at_most)
+
+
 def positive_advantage(advantage_S: torch.Tensor, trained_S: torch.Tensor) -> torch.Tensor:
     """Only trajectories with `A > 0` (rejection sampling as a boundary case)."""
     return trained_S & (advantage_S > 0)
@@ -171,4 +178,4 @@ def members_per_group(group_S: torch.Tensor) -> dict[int, int]:
 
 
 SELECT = table(everything, mixed_groups, max_variance, overlong_filter)
-PRUNE = table(prune_small_advantage, positive_advantage)
+PRUNE = table(prune_small_advantage, distinct_only, positive_advantage)

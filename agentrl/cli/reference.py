@@ -24,16 +24,35 @@ NEEDS = ("critic", "reference", "teacher")
 
 def recipes(name: str | None, *, as_json: bool) -> None:
     """All rows, or one with every axis."""
+    from agentrl.algo.methods import METHODS
     from agentrl.algo.recipes import RECIPES, get
 
     if name is None:
         rows = [_recipe_facts(recipe) for recipe in RECIPES.values()]
+        methods = [
+            {"name": m.name, "where": m.where, "section": dict(m.section), "how": m.how} for m in METHODS
+        ]
         if as_json:
-            output.emit({"recipes": rows})
+            output.emit({"recipes": rows, "methods": methods})
             return
         output.table(
-            ("name", "from", "arXiv", "needs", "equation"),
-            [(r["name"], r["paper"], r["arxiv"] or "–", ", ".join(r["needs"]), r["equation"]) for r in rows],
+            ("name", "arXiv", "equation", "choices", "columns", "differs from the paper in"),
+            [
+                (
+                    r["name"],
+                    r["arxiv"] or "–",
+                    r["equation"],
+                    _choices(r),
+                    ", ".join(r["columns"]),
+                    r["differs"],
+                )
+                for r in rows
+            ],
+        )
+        output.say()
+        output.table(
+            ("without a row of their own", "where", "in a run file", "what stands for the idea"),
+            [(m["name"], m["where"], json.dumps(m["section"]), m["how"]) for m in methods],
         )
         return
     facts = _recipe_facts(get(name))
@@ -85,6 +104,14 @@ def _recipe_facts(recipe: Recipe) -> dict[str, Any]:
         "max_lag": recipe.max_lag,
         "group_size": recipe.group_size,
     }
+
+
+def _choices(facts: Mapping[str, Any]) -> str:
+    """The axes that say something, in the order of the batch."""
+    chosen = [
+        f"{axis}: {', '.join(c['operator'] for c in choices)}" for axis, choices in facts["axes"].items()
+    ]
+    return "; ".join(chosen)
 
 
 def _numbers(choice: Mapping[str, Any]) -> str:

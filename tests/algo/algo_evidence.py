@@ -15,6 +15,8 @@ NUMBERS: dict[str, dict[str, object]] = {
     "dapo-soft-overlong": {"reward.soft_overlong": {"max_length": 5, "cache": 2}},
     "laser": {"reward.step_bonus": {"target": 3}},
     "multi-objective": {"reward.weighted_components": {"weights": [0.5, 0.25]}},
+    "dast": {"reward.difficulty_budget": {"short": 2, "long": 5}},
+    "pro-grpo": {"select.max_variance": {"keep": 2}},
     "pods": {"select.max_variance": {"keep": 2}},
 }
 """What a run file must set for the recipes that have no default for it."""
@@ -70,7 +72,7 @@ def full(seed: int = 0) -> tuple[Columns, dict[str, torch.Tensor]]:
         components_SK=rand(s, 2),
         greedy_reward_S=rand(s),
         off_policy_S=torch.tensor([0, 1, 0, 0, 0, 0, 0, 0], dtype=torch.bool),
-        density_S=rand(s),
+        density_S=rand(s) * 3,
         answer_S=torch.tensor([0, 0, 1, 2, 0, 1, 1, 1]),
         exit_index_S=torch.arange(s) % 3,
         first_attempt_S=rand(s),

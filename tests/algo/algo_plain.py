@@ -592,6 +592,25 @@ def multi(t: Traj) -> float:
     return t.reward + 0.5 * a + 0.25 * b
 
 
+def n_steps(ts: list[Traj], n: int = 5) -> None:
+    for t in ts:
+        v, r = t.col["values_N"], placed(t)
+        final = t.one["bootstrap_S"] if t.truncated else 0.0
+        t.returns = [sum(r[i : i + n]) + (v[i + n] if i + n < t.n else final) for i in range(t.n)]
+        t.adv = [g - x for g, x in zip(t.returns, v, strict=True)]
+
+
+def dast(t: Traj) -> float:
+    budget = 2 + (1 - t.one["history_mean_S"]) * 3
+    return t.reward + 0.5 * (t.reward > 0.5 and t.n <= budget)
+
+
+def dagrpo(ts: list[Traj]) -> None:
+    flat(ts, z)
+    for t in ts:
+        t.live = t.live and t.one["density_S"] <= 2.0
+
+
 GRPO: dict[str, Any] = {"weights": per_sequence}
 SPECS: dict[str, Spec] = {
     "reinforce": Spec(returns, score, summed, now),
@@ -607,6 +626,16 @@ SPECS: dict[str, Spec] = {
     "vapo": Spec(adaptive(0.05), clip(0.2, 0.28), extra=(("nll", 0.1, "positive"),), value="mse"),
     "sao": Spec(adaptive(1.5), sao, value="mse"),
     "evpo": Spec(evpo, clip(0.2, 0.28), value="mse"),
+    "actor-critic": Spec(n_steps, score, ratio=now, value="mse"),
+    "sweet-rl": Spec(turns(0.0)),
+    "dast": Spec(shaped(dast), **GRPO),
+    "dsdr": Spec(
+        shaped(lambda t: t.reward / (1 + t.one["density_S"])), extra=(("entropy+", 0.01, "live"),), **GRPO
+    ),
+    "pro-grpo": Spec(pods, extra=K3, **GRPO),
+    "dagrpo": Spec(dagrpo, luffy),
+    "prefix-rft": spec_group(z, term=luffy),
+    "repo": spec_group(z, ratio=by_proximal, factor=correction, **GRPO),
     "grpo": spec_group(z, extra=K3, **GRPO),
     "dr-grpo": spec_group(centre, weights=constant),
     "dapo": Spec(dapo, clip(0.2, 0.28)),

@@ -174,6 +174,20 @@ def test_patches_are_compared_by_similarity():
     assert rewards.multi_file_similarity({"a": "x", "b": "y"}, {"a": "x"}) == 0.5
 
 
+def test_near_copies_leave_the_loss_and_stay_in_the_statistics():
+    trained = torch.tensor([True, True, False, True])
+    kept = select.distinct_only(trained, f64(0.5, 2.0, 0.1, 2.1), at_most=2.0)
+    assert kept.tolist() == [True, True, False, False]
+
+
+def test_a_length_budget_grows_with_difficulty():
+    outcome = f64(1, 1, 1, 0)
+    shaped = rewards.difficulty_budget(
+        outcome, outcome, torch.tensor([100, 101, 300, 50]), f64(1.0, 1.0, 0.0, 0.5), short=100, long=300
+    )
+    assert shaped.tolist() == [1.5, 1.0, 1.5, 0.0]
+
+
 def test_an_all_fail_group_gets_a_negative_advantage_from_a_virtual_best_member():
     assert group(advantages.virtual_best, 0, 0, 0, epsilon=0.0) == pytest.approx([-1 / math.sqrt(3)] * 3)
     assert group(advantages.virtual_best, 1, 1, 1) == [0, 0, 0]

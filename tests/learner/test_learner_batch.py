@@ -135,6 +135,19 @@ def test_ranks_run_the_same_number_of_passes_and_dummies_fill_up() -> None:
     assert [[bool(m.trajectories_S) for m in share] for share in only_one] == [[True], [False], [False]]
 
 
+def test_every_trajectory_counts_once_on_any_number_of_ranks() -> None:
+    """RES-06: scores [0, 0, 0, 0, 1] have the mean 0.2 on 1, 2, 3, 4 and 8 ranks: what fills up counts
+    nothing."""
+    rows = [build(given.trajectory([given.call(f"{i}", [1, 2], [3 + i])], id=f"{i}")) for i in range(5)]
+    scores = [0.0, 0.0, 0.0, 0.0, 1.0]
+    for world in (1, 2, 3, 4, 8):
+        shares = for_ranks(pack(rows, Packing(token_budget=1)), world)
+        counted = [s for share in shares for one in share for s in one.trajectories_S]
+        assert sorted(counted) == [0, 1, 2, 3, 4]
+        assert sum(scores[s] for s in counted) / len(counted) == 0.2
+        assert len({len(share) for share in shares}) == 1
+
+
 def test_a_dummy_runs_and_changes_no_gradient() -> None:
     model = given.model()
     policy = Policy(model)
