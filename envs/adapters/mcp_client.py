@@ -28,7 +28,7 @@ from envs.builtin.search import normal
 from envs.environment import Grade, Problem, Step, ToolLike, environment, method_tool, tool
 from envs.tools import ToolResult, failed
 
-CONNECT_DEADLINE_S = 30.0
+CONNECT_DEADLINE_S = 90.0
 INVALID_PARAMS = -32602
 """JSON-RPC's code for arguments that the server refuses: the policy's doing."""
 

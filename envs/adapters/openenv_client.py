@@ -33,7 +33,7 @@ from agentrl.errors import ConfigError, SandboxError, TaskError
 from envs.environment import Grade, Problem, Step, ToolLike, environment
 from envs.tools import ToolResult, failed
 
-CONNECT_DEADLINE_S = 30.0
+CONNECT_DEADLINE_S = 90.0
 MESSAGE_BYTES = 64 * 1024 * 1024
 REFUSED = "VALIDATION_ERROR"
 

@@ -163,12 +163,12 @@ def url(files: Path) -> Iterator[str]:
         [sys.executable, str(files / "server.py"), str(port)], stderr=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 90
         while True:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
-            assert time.monotonic() < deadline, "waiting for the MCP server since 20 s"
+            assert time.monotonic() < deadline, "waiting for the MCP server since 90 s"
             time.sleep(0.05)
         yield f"http://127.0.0.1:{port}/mcp"
     finally:

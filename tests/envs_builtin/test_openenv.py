@@ -427,12 +427,12 @@ def test_an_environment_of_the_real_server_is_ours(real: Path, tmp_path: Path, m
     port = free_port()
     monkeypatch.setenv("PYTHONPATH", str(real))
     with process("-c", SERVER, str(port)):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while True:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
-            assert time.monotonic() < deadline, "waiting for the OpenEnv server since 60 s"
+            assert time.monotonic() < deadline, "waiting for the OpenEnv server since 120 s"
             time.sleep(0.1)
         row = {"seed": 17, "gold": [{"tool": "step", "arguments": {"number": 7}}]}
         environment = driven(f"http://127.0.0.1:{port}", tmp_path, row)
