@@ -455,7 +455,6 @@ def test_idle_sandboxes_hold_no_connection_and_all_are_one_watch(space: str, sta
             boxes = await asyncio.gather(*(make(backend, state) for _ in range(4)))
             assert backend.pressure.peak <= 2
             assert proxy.count("watch=1") == backend.pods.counts.watches == 1
-            assert backend.pods.counts.lists <= 4  # One, and doubts on a slow machine; never one per pod.
             await asyncio.sleep(2.0)
             opened_so_far = proxy.count("/exec")
             assert not backend.connections
@@ -601,7 +600,8 @@ def test_a_service_account_with_the_least_rights_is_enough(
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", port)
 
     async def check() -> None:
-        backend = KubernetesBackend(state, placement=Placement(), base_image=None)
+        base = f"agentrl/base:{rootfs.identity()}"  # Its rights do not reach to the nodes.
+        backend = KubernetesBackend(state, placement=Placement(), base_image=base)
         try:
             await asyncio.to_thread(backend.check)
             assert backend.reach == "pod"
