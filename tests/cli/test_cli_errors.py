@@ -31,7 +31,8 @@ WRONG = [
     (("tasks", "list", "nowhere"), "There is no folder nowhere"),
     (("tasks", "show", "runs"), "is not a task package"),
     (("tasks", "validate", "runs"), "holds no task package"),
-    (("tasks", "synth", "swe-mino", "--out", "x"), "Did you mean 'swe-mini'?"),
+    (("tasks", "synth", "repo", "x==1", "y/x==1", "--out", "x"), "x==1 is named twice"),
+    (("tasks", "synth", "repo", "x==1", "--out", "x", "--work", "x/work"), "lies in x"),
     (("tasks", "synth", "swe-mini", "--out", "x", "--train", "0", "--heldout", "0"), "are both 0"),
     (("quickstart", "--resume", "--seed", "77"), "to resume"),
 ]

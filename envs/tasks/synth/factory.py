@@ -472,14 +472,14 @@ async def _admit(
 
 
 async def _all(work: Callable[[Tried], Awaitable[Admission]], items: Sequence[Tried]) -> list[Admission]:
-    """The first failure of the backend ends the others."""
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(_coroutine(work, item)) for item in items]
-    return [task.result() for task in running]
-
-
-async def _coroutine(work: Callable[[Tried], Awaitable[Admission]], item: Tried) -> Admission:
-    return await work(item)
+    """In the order of the items. The first failure of the backend ends the others."""
+    running = [asyncio.ensure_future(work(item)) for item in items]
+    try:
+        return list(await asyncio.gather(*running))
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _admission(
@@ -497,7 +497,8 @@ async def _admission(
             task = package.load_task(place)
             lists: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}
             admission = Admission(**lists)
-            if admission.revision == task.revision and admission.backend == backend.name:
+            enough = admission.mode == "full" or plan.light
+            if enough and admission.revision == task.revision and admission.backend == backend.name:
                 return task, admission
     building = folder / "candidates" / candidate.name
     for stale in (building, good, bad):

@@ -193,7 +193,6 @@ class Bench:
 
     async def _order(self, order: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
         common = {
-            "root": f"{TESTS_TARGET}/suite",
             "suite": self._project.suite,
             "sources": self._project.sources,
             "site": SITE,
@@ -202,7 +201,7 @@ class Bench:
         result = await self._sandbox.exec(
             ExecRequest(
                 exec_id=f"order-{next(self._orders)}",
-                argv=("python3", "-I", "-S", "-c", PROGRAM),
+                argv=("python3", "-I", "-S", "-c", PROGRAM, f"{TESTS_TARGET}/suite"),
                 stdin=json.dumps({**order, **common}).encode(),
                 timeout_s=timeout_s,
                 report_fd=True,

@@ -377,7 +377,8 @@ class _Walk:
         start, end = self._span(node)
         first = self._starts[node.lineno - 1]
         last = self._starts[node.end_lineno or node.lineno]
-        if self._text(first, start).strip() or self._text(end, last).strip():
+        behind = self._text(end, last).strip()
+        if self._text(first, start).strip() or (behind and not behind.startswith("#")):
             return
         yield from self._make(kind, first, last, "", watch=watch)
 

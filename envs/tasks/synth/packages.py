@@ -247,7 +247,7 @@ def difficulty(candidate: Candidate, baseline: Baseline) -> float:
 
 
 def solve_script(edits: Sequence[Edit]) -> str:
-    """A script that turns the edits back, or stops where the file is not as it was handed out."""
+    """A script that turns the edits back, or stops where the file does not hold what they put there."""
     back = []
     for path, own in groupby(sorted(edits, key=lambda e: (e.path, e.start)), key=lambda e: e.path):
         back.append((path, [(e.start, e.old, e.new) for e in inverse(tuple(own))]))

@@ -137,9 +137,9 @@ def fetch(spec: str, work: Path, *, runner: Path, extra: Sequence[str] = ()) -> 
     shutil.copytree(runner, tree / SITE)
     if wanted or extra:
         _install(tree / SITE, (*wanted, *extra))
+        _compile(tree / SITE)
     installed = _installed(tree / SITE)
     _write_metadata(tree / SITE, facts)
-    _compile(tree / SITE)
     project = Project(
         name=facts["name"],
         version=facts["version"],
@@ -405,6 +405,7 @@ def install_runner(folder: Path) -> Path:
         building = folder.with_name(folder.name + ".building")
         shutil.rmtree(building, ignore_errors=True)
         _install(building, (TEST_RUNNER,))
+        _compile(building)
         building.rename(folder)
     return folder
 

@@ -88,6 +88,12 @@ class Override:
             case._baseAssertEqual = base_assert_equal
 
 
+def visible(path: str, prefix: str) -> str | None:
+    """A path relative to the app's folder; None outside of it and in hidden folders (what is installed)."""
+    rest = path[len(prefix) :]
+    return rest if path.startswith(prefix) and not rest.startswith(".") and "/." not in rest else None
+
+
 class Tracer:
     """Lines of the project's files that a test executes, by file relative to the app."""
 
@@ -98,8 +104,7 @@ class Tracer:
 
     def wanted(self, path: str) -> str | None:
         if path not in self.names:
-            inside = path.startswith(self.prefix) and "/." not in path
-            self.names[path] = path[len(self.prefix) :] if inside else None
+            self.names[path] = visible(path, self.prefix)
         return self.names[path]
 
     def enter(self, frame: types.FrameType, event: str, arg: Any) -> Any:
@@ -184,8 +189,9 @@ class Plugin:
         where = None
         for entry in call.excinfo.traceback:
             path = str(entry.path)
-            if path.startswith(self.app + "/") and "/." not in path and not path.startswith(self.root + "/"):
-                where = [path[len(self.app) + 1 :], entry.lineno + 1]
+            inside = visible(path, self.app + "/")
+            if inside is not None and not path.startswith(self.root + "/"):
+                where = [inside, entry.lineno + 1]
         message = text if kind == "AssertionError" and text else f"{kind}: {text}" if text else kind
         self.outcomes.setdefault(name, ["", "", None])[1:] = [message[:MESSAGE_CHARS], where]
 
@@ -394,7 +400,8 @@ def mutated(app: str, edits: list[tuple[str, int, int, str]]) -> dict[str, bytes
 
 
 def main() -> None:
-    """Orders as JSON on stdin, one answer as compressed JSON on fd 3."""
+    """The folder of the tests as argument, orders as JSON on stdin, one answer as compressed JSON on fd 3."""
+    root = sys.argv[1]
     order = json.loads(sys.stdin.buffer.read())
     rewriter = types.ModuleType("testrun")
     exec(compile(order["testrun"], "testrun", "exec"), rewriter.__dict__)
@@ -410,15 +417,13 @@ def main() -> None:
 
     def baseline() -> dict[str, Any]:
         tracer = Tracer(app) if order["trace"] else None
-        plugin = run(
-            order["root"], app, order["files"], tracer=tracer, backwards=order["backwards"], **common
-        )
+        plugin = run(root, app, order["files"], tracer=tracer, backwards=order["backwards"], **common)
         return answer(plugin)
 
     def mutant(job: dict[str, Any]) -> dict[str, Any]:
         files = sorted({name.partition("::")[0] for name in job["nodes"]})
         contents = mutated(app, job["edits"])
-        plugin = run(order["root"], app, files, wanted=job["nodes"], contents=contents, **common)
+        plugin = run(root, app, files, wanted=job["nodes"], contents=contents, **common)
         bad = {name: seen for name, seen in plugin.outcomes.items() if seen[0] != "passed"}
         missing = [name for name in job["nodes"] if name not in plugin.outcomes]
         return {"bad": bad, "missing": len(missing), "broken": plugin.broken}
