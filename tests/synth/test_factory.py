@@ -141,7 +141,7 @@ def test_what_matters_later_is_written_down(suite: dict[str, Any]) -> None:
 
 def test_the_same_call_again_measures_and_admits_nothing_twice(suite: dict[str, Any]) -> None:
     plan = suite["plan"]
-    notes = next(plan.work.rglob("mutants.jsonl"))
+    notes = next(plan.work.rglob("mutants-*.jsonl"))
     before = notes.read_text()
     with notes.open("a") as file:
         file.write('{"key": "half a li')  # as a crash leaves it

@@ -91,7 +91,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Tried:
-    """One line of the work folder's `mutants.jsonl`."""
+    """One line of the work folder's `mutants-….jsonl`."""
 
     key: str
     kind: str
@@ -176,7 +176,7 @@ async def _lab(found: Project, folder: Path, backend: Backend, plan: Plan) -> La
 
 
 async def _baseline(place: Lab, folder: Path, plan: Plan, listener: Progress, label: str) -> Baseline:
-    note = folder / "baseline.z"
+    note = folder / f"baseline-{lab.MARK}.z"
     if note.is_file():
         return lab.from_json(note.read_bytes())
     listener.begin(f"{label}: run tests", total=plan.repeats, unit="runs")
@@ -236,7 +236,7 @@ async def _try(
     label: str,
 ) -> list[Tried]:
     """Mutants until enough are kept, single ones first, then several together."""
-    notes = _Notes(folder / "mutants.jsonl")
+    notes = _Notes(folder / f"mutants-{lab.MARK}.jsonl")
     composed = round(COMPOSED_SHARE * plan.per_project)
     wanted = plan.per_project - composed
     limit = TRIES * plan.per_project

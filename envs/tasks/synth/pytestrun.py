@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 REPORT_FD = 3
 MESSAGE_CHARS = 300
 RESULT_LIMIT = 64 * 1024 * 1024
+TRACED_CALLS = 50
 WAITS = 10
 """A child may take this many times its CPU seconds by the clock."""
 QUIET = (
@@ -95,12 +96,14 @@ def visible(path: str, prefix: str) -> str | None:
 
 
 class Tracer:
-    """Lines of the project's files that a test executes, by file relative to the app."""
+    """Lines of the project's files that a test executes, by file relative to the app. Of a function that a
+    test calls more than `TRACED_CALLS` times, the later calls are not looked at: tracing costs tenfold."""
 
     def __init__(self, app: str) -> None:
         self.prefix = app + "/"
         self.names: dict[str, str | None] = {}
         self.lines: dict[str, set[int]] = {}
+        self.calls: dict[types.CodeType, int] = {}
 
     def wanted(self, path: str) -> str | None:
         if path not in self.names:
@@ -108,8 +111,10 @@ class Tracer:
         return self.names[path]
 
     def enter(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        name = self.wanted(frame.f_code.co_filename)
-        if name is None:
+        code = frame.f_code
+        name = self.wanted(code.co_filename)
+        calls = self.calls[code] = self.calls.get(code, 0) + 1
+        if name is None or calls > TRACED_CALLS:
             return None
         add = self.lines.setdefault(name, set()).add
         add(frame.f_lineno)
@@ -122,7 +127,7 @@ class Tracer:
         return line
 
     def start(self) -> None:
-        self.lines = {}
+        self.lines, self.calls = {}, {}
         threading.settrace(self.enter)
         sys.settrace(self.enter)
 
