@@ -190,6 +190,11 @@ class TrainSection(_Section):
     max_mismatch: Annotated[float, Field(gt=0)] = 0.1
     """Mean |Δ log-prob| between sampler and learner on the same weights above which a step is refused."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    """Compute activations twice instead of keeping them: about a third more time for a fraction of the
+    memory."""
+    critic: Literal["separate", "shared"] = "separate"
+    """A model of its own, or a head on the policy's; only for recipes that need values."""
 
 
 class EvalSection(_Section):

@@ -33,7 +33,7 @@ def adapt(
     try:
         peft = importlib.import_module("peft")
     except ModuleNotFoundError as error:
-        raise ConfigError("LoRA needs the package peft.", fix="pip install peft.") from error
+        raise ConfigError("LoRA needs the package peft.", fix="pip install 'agentrl[lora]'.") from error
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     if not names & set(targets):
         raise ConfigError(f"No layer of this model is called {', '.join(targets)}.")

@@ -45,6 +45,7 @@ from agentrl.learner.model import (
     Policy,
     check_support,
     check_tied,
+    checkpoint_activations,
     device_of,
     full_divergence,
     head_weight,
@@ -84,6 +85,8 @@ class LearnerConfig:
     """Do not compute trajectories whose gradient is exactly 0 (advantage 0 and no other component)."""
     packing: Packing = field(default_factory=Packing)
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    """Compute the trunk's activations again in the backward pass instead of keeping them."""
     critic: Literal["separate", "shared"] = "separate"
     """Used only by recipes that need values."""
     critic_learning_rate: float | None = None
@@ -167,6 +170,8 @@ class Learner:
         check_support(model, layout=self.config.packing.layout)
         if self.config.shard and is_adapted(model):
             raise ConfigError("shard = true does not support adapters.", fix="Set shard = false for LoRA.")
+        if self.config.gradient_checkpointing:
+            checkpoint_activations(model)
         compute = torch.bfloat16 if self.config.compute_dtype == "bfloat16" else None
         self.policy = Policy(model, compute_dtype=compute)
         self.device = device_of(model)

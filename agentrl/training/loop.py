@@ -420,6 +420,8 @@ class _Run:
             max_mismatch=train.max_mismatch,
             packing=Packing(token_budget=train.token_budget, share_prefixes=True),
             compute_dtype=train.compute_dtype,
+            gradient_checkpointing=train.gradient_checkpointing,
+            critic=train.critic,
             seed=self.config.run.seed,
         )
         return Learner(

@@ -89,6 +89,13 @@ def test_no_split_and_no_layout_changes_the_gradient(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_computing_activations_twice_changes_no_gradient(name: str) -> None:
+    recipe, groups = replace(recipes.get(name), penalty=()), some_groups(n=1)
+    twice = gradient(groups, recipe, replace(PLAIN, gradient_checkpointing=True))
+    torch.testing.assert_close(twice, gradient(groups, recipe), rtol=1e-9, atol=1e-12)
+
+
 def test_a_gradient_is_what_the_formula_says() -> None:
     """REINFORCE with a group baseline, token mean, worked out with plain log-softmax on whole rows."""
     recipe = replace(
