@@ -24,10 +24,13 @@ from envs.evidence import Admission, Witness
 from envs.sandbox.contract import Backend, ExecRequest, FileChange, Isolation, Mount, Sandbox
 from envs.sandbox.images import workspace
 from envs.session import prepare
+from envs.tasks import package
 
 SOLUTION_TARGET = "/solution"
 SOLVE_TIMEOUT_S = 300.0
 CREATE_DEADLINE_S = 120.0
+LINKED_FILES = 4
+"""Hidden files that links are tried to."""
 DEADLINE_SHARE = 0.8
 """A verification that takes a larger share of the verifier's deadline will some day not make it."""
 
@@ -186,6 +189,30 @@ def attacks(task: Task) -> tuple[Attack, ...]:
     return tuple(replace(a, changes=tuple(sorted(a.changes, key=lambda c: c.path))) for a in battery)
 
 
+def linked_answers(task: Task, gold: tuple[FileChange, ...]) -> tuple[Attack, ...]:
+    """For a script: every file that the solution leaves, as a link to a hidden file that may hold the answer.
+
+    The policy can not see that file, but may name it; a script that follows links compares it with itself.
+    """
+    if task.grader.kind != "script":
+        return ()
+    hidden = sorted(name for name in package.test_files(Path(task.path)) if not name.endswith((".sh", ".py")))
+    left = [change.path for change in gold if change.kind == "file"]
+    return tuple(
+        Attack(
+            name=f"linked_answer_{number}",
+            changes=tuple(
+                FileChange(
+                    path=path, kind="symlink", mode=0o777, content=f"{grading.TESTS_TARGET}/{name}".encode()
+                )
+                for path in left
+            ),
+        )
+        for number, name in enumerate(hidden[:LINKED_FILES])
+        if left
+    )
+
+
 async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool = False) -> Admission:
     """Validate one task on one backend.
 
@@ -218,7 +245,7 @@ async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool =
                 f" set verifier.timeout_sec to {math.ceil(max(runtimes) / DEADLINE_SHARE)} or more"
             )
         if not light and not reasons:
-            for attack in attacks(task):
+            for attack in (*attacks(task), *linked_answers(task, gold)):
                 if not grading.gradable(attack.changes, task.grader.protected_paths)[0]:
                     tried.append(attack.name)
                     continue

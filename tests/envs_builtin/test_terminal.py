@@ -119,3 +119,21 @@ def test_no_known_exploit_earns_anything(backend: LocalBackend, tmp_path: Path) 
             await backend.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.sandbox
+def test_a_script_that_follows_links_is_quarantined(backend: LocalBackend, tmp_path: Path) -> None:
+    task = by_family(tmp_path / "suite")["sum"]
+    script = Path(task.path) / "tests" / "test.sh"
+    guarded = '[ -f "$1" ] && [ "$(realpath -e -- "$1")" = "/app/$1" ]'
+    assert guarded in script.read_text()
+    script.write_text(script.read_text().replace(guarded, '[ -f "$1" ]'))
+
+    async def run() -> None:
+        try:
+            admission = await admit(package.load_task(task.path), backend, repeats=1)
+            assert admission.reasons == ("exploit linked_answer_0: earns a reward",)
+        finally:
+            await backend.close()
+
+    asyncio.run(run())
