@@ -9,6 +9,7 @@ path go wrong.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 import random
@@ -22,7 +23,8 @@ from typing import Any
 VOCAB = 40
 STOP = 1
 
-Fault = Callable[[dict[str, Any]], "Answer | None"]
+Fault = Callable[[dict[str, Any]], Any]
+"""A body to an `Answer`, None (go on as if nothing were), or something to await for one of these."""
 
 
 @dataclass
@@ -176,6 +178,8 @@ class FakeVllm:
         self.requests.append((path, body))
         if self.faults[path]:
             answer = self.faults[path].popleft()(body)
+            if inspect.isawaitable(answer):
+                answer = await answer
             if answer is not None:
                 return answer
         if path == "/inference/v1/generate":

@@ -69,6 +69,9 @@ def check(result: SampleResult, weights: dict[int | None, int], *, temperature: 
     """Every log-prob is that of its token after its whole prefix under the weights of its version."""
     assert result.log_probs is not None
     ids = list(result.prompt_token_ids)
+    ends = [0, *(span.end for span in result.policy_versions)]
+    assert [span.start for span in result.policy_versions] == ends[:-1]
+    assert ends[-1] in (len(result.token_ids), 0)
     versions: list[int | None] = [s.version for s in result.policy_versions for _ in range(s.end - s.start)]
     for token, known, version in zip(
         result.token_ids, result.log_probs, versions or [None] * len(result.token_ids), strict=True
@@ -508,6 +511,32 @@ def test_weights_that_score_the_probe_otherwise_are_taken_back(tmp_path: Path) -
         assert sampler.policy_version == 0
         assert sampler.counts.pauses == sampler.counts.resumes
         assert (await sampler.score(ids))[1:] == pytest.approx(probe(10).log_probs[1:])
+
+    run(work)
+
+
+def test_what_ends_while_weights_are_judged_waits_and_is_not_thrown_away(tmp_path: Path) -> None:
+    """Between the load and the verdict of the probe, tokens of the new weights are neither good nor
+    foreign."""
+
+    async def work(sampler: VllmSampler, server: FakeVllm) -> None:
+        ids = (3, 9)
+        known = (None, log_probs(11, (3,))[9])
+        await sampler.publish(write_weights(tmp_path / "v0", 10), 0)
+        tasks = await flying(sampler, server)
+
+        async def finish_first(body: dict[str, Any]) -> None:
+            server.step_s = 0.0
+            while server.running:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
+        server.faults["/v1/completions"].append(finish_first)
+        await sampler.publish(
+            write_weights(tmp_path / "v1", 11), 1, probe=Probe(ids=ids, log_probs=known, tolerance=1e-6)
+        )
+        for result in await asyncio.gather(*tasks):
+            check(result, {0: 10, 1: 11})
+        assert sampler.counts.tries == 16
 
     run(work)
 
