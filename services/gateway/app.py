@@ -274,6 +274,7 @@ def _sessions(gateway: Gateway) -> APIRouter:
         "/tasks",
         tags=["tasks"],
         status_code=201,
+        responses={200: {"model": wire.TaskView, "description": "It was here already."}},
         openapi_extra={
             "requestBody": {
                 "required": True,

@@ -284,25 +284,27 @@ class Gateway:
             self._bury(row, seq, "its task or its tenant is no longer here")
             return
         live = self._relive(row, seq, request, task)
-        if was in (State.QUEUED, State.ADMITTED, State.PROVISIONING):
+        self.metrics.moved(None, was)
+        note = f"restart: was {was} in epoch {row.epoch}"
+        try:  # whatever the log says last: its newest lines may have been lost with the process
+            live.session = await self._adopted(live)
+        except (BoundaryError, OSError) as error:
+            log.error("session %s could not be adopted: %s", live.id, error)
+        if live.session is None and was in (State.QUEUED, State.ADMITTED, State.PROVISIONING):
             if was is not State.QUEUED:
-                self._move(live, State.QUEUED, note=f"restart: was {was} in epoch {row.epoch}")
-            else:
-                self.metrics.moved(None, State.QUEUED)
+                self._move(live, State.QUEUED, note=note)
             self._enqueue(live)
             live.driver = asyncio.create_task(self._drive(live))
             live.driver.add_done_callback(_retrieved)
             return
         self.slots.seize(live.claim)
         if was is not State.LOST:
-            self._move(live, State.LOST, note=f"restart: was {was} in epoch {row.epoch}")
-        try:
-            live.session = await self._adopted(live)
-        except (BoundaryError, OSError) as error:
-            log.error("session %s could not be adopted: %s", live.id, error)
+            self._move(live, State.LOST, note=note)
         if live.session is None:
             await self._end(live, State.FAILED, self._not_outlived(row))
             return
+        if request.group_id is not None:
+            self._gathered[row.tenant, request.group_id] = time.monotonic()
         self._move(live, State.READY, note="adopted")
         self.metrics.adopted()
         self._tell_lease(live)
@@ -355,8 +357,6 @@ class Gateway:
             seq=seq - 1,
         )
         self._live[live.id] = self._by_key[row.tenant, request.client_key] = live
-        if request.group_id is not None and live.state is not State.QUEUED:
-            self._gathered[row.tenant, request.group_id] = time.monotonic()
         return live
 
     def _not_outlived(self, row: SessionRow) -> Fault:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from agentrl.errors import StoreError
 from agentrl.store import SessionMove, SessionRow, Store, Superseded
 
 FLUSH_DEADLINE_S = 30.0
 RETRY_S = 0.5
-LINGER_S = 0.005
-"""Lines that nobody waits for are written a little later, several at once."""
+LINGER_S = 0.1
+"""Lines that nobody waits for are written a little later, many at once: a commit costs more than a command.
+When the process is killed first they are lost, and a successor asks the sandboxes instead."""
 BATCH = 512
 CLOSE_DEADLINE_S = 10.0
 
@@ -36,6 +38,7 @@ class Journal:
         self._noted = 0
         self._written = 0
         self._changed = asyncio.Event()
+        self._awaited = asyncio.Event()
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         self._writer = asyncio.create_task(self._write())
 
@@ -64,6 +67,7 @@ class Journal:
             raise StoreError(self.trouble or "superseded", fix="Use the newer gateway.")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((self._noted, done))
+        self._awaited.set()
         try:
             async with asyncio.timeout(deadline_s):
                 await done
@@ -77,8 +81,11 @@ class Journal:
         while True:
             await self._changed.wait()
             self._changed.clear()
+            self._awaited.clear()
             if not self._waiters:
-                await asyncio.sleep(LINGER_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_S):
+                        await self._awaited.wait()
             while self._pending:
                 batch = self._pending[:BATCH]
                 opened = [line for line in batch if isinstance(line, SessionRow)]

@@ -178,6 +178,16 @@ class MemorySandbox:
         self._results[request.exec_id] = result
         return result
 
+    async def follow(self, exec_id: str, *, stream: str, offset: int, max_bytes: int) -> tuple[bytes, bool]:
+        if exec_id not in self._results:
+            raise FileNotFoundError(exec_id)
+        result = self._results[exec_id]
+        data = (result.stdout if stream == "stdout" else result.stderr).head
+        return data[offset : offset + max_bytes], True
+
+    async def signal(self, exec_id: str, number: int) -> bool:
+        return False
+
     async def read_file(self, path: str, *, max_bytes: int = 1 << 24) -> bytes:
         await self._backend.before("read_file", self._session)
         if path == "/logs/verifier/reward.txt" and self._graded:

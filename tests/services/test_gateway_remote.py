@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -264,7 +266,7 @@ def test_every_documented_request_works_as_its_example_says(tmp_path: Path) -> N
     task = task_at(tmp_path / "cart", "cart")
 
     async def run(store: Store) -> None:
-        async with world(store, [task]) as here, here.raw() as http:
+        async with world(store, [task], uploads=tmp_path / "uploads") as here, here.raw() as http:
             page = (await http.get("/openapi.json")).json()
             schemas = page["components"]["schemas"]
             todo = {(m.upper(), path) for path, ops in page["paths"].items() for m in ops}
@@ -280,6 +282,11 @@ def test_every_documented_request_works_as_its_example_says(tmp_path: Path) -> N
                 body = operation.get("requestBody", {}).get("content", {}).get("application/json")
                 if body is not None:
                     sent["json"] = schemas[body["schema"]["$ref"].rpartition("/")[2]]["examples"][0]
+                if path == "/v1/tasks" and method == "POST":
+                    packed = io.BytesIO()
+                    with tarfile.open(fileobj=packed, mode="w:gz") as out:
+                        out.add(task.path, arcname=".")
+                    sent["content"] = packed.getvalue()
                 if path.endswith("/files"):
                     sent["params"] = {"path": "hello.txt"}
                 answer = await http.request(method, path.format(**known), **sent)
