@@ -49,6 +49,9 @@ pytestmark = [
 ]
 TOLERANCE = 5e-5
 """Of a float32 server, as measured: vLLM against a plain float32 forward."""
+NOISY_TOLERANCE = 2e-4
+"""The same for weights with noise on them, whose logits are larger: 6e-5 was seen. The weights themselves
+differ by more than 0.1 in most log-probs."""
 KEY = b"a key of this test"
 GROUPS, SIZE = 8, 4
 
@@ -213,36 +216,35 @@ def test_weights_that_change_in_flight_are_named_per_token(
         for span in result.policy_versions:
             for at in range(span.start, span.end):
                 reference = known[span.version][len(result.prompt_token_ids) + at]
-                assert result.log_probs[at] == pytest.approx(reference, abs=TOLERANCE)
+                assert result.log_probs[at] == pytest.approx(reference, abs=NOISY_TOLERANCE)
     assert changed, "the change came while tokens were sampled"
 
 
 def test_a_cancelled_task_leaves_nothing_running_in_the_server(served: tuple[Any, Any]) -> None:
-    async def work() -> str:
+    """On a server that nobody else uses meanwhile."""
+
+    def running() -> float:
+        with urllib.request.urlopen(f"{URL}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(x.rpartition(" ")[2]) for x in lines if x.startswith("vllm:num_requests_running"))
+
+    async def until(wanted: bool) -> None:
+        async with asyncio.timeout(60):
+            while (await asyncio.to_thread(running) > 0) is not wanted:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+
+    async def work() -> None:
         sampler = await VllmSampler.connect([URL])
         try:
-            task = asyncio.create_task(
-                sampler.sample(
-                    SampleRequest(
-                        id="c",
-                        session="c",
-                        prompt_token_ids=(1, 2, 3),
-                        params=SamplingParams(max_tokens=1500),
-                    )
-                )
-            )
-            await asyncio.sleep(2.0)
+            await until(False)
+            params = SamplingParams(max_tokens=3000)
+            request = SampleRequest(id="c", session="c", prompt_token_ids=(1, 2, 3), params=params)
+            task = asyncio.create_task(sampler.sample(request))
+            await until(True)
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await asyncio.sleep(2.0)
+            assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+            await until(False)
         finally:
             await sampler.close()
 
-        def ask() -> str:
-            with urllib.request.urlopen(f"{URL}/metrics", timeout=60) as answer:
-                return answer.read().decode()
-
-        return await asyncio.to_thread(ask)
-
-    running = [x for x in asyncio.run(work()).splitlines() if x.startswith("vllm:num_requests_running")]
-    assert [line.rpartition(" ")[2] for line in running] == ["0.0"]
+    asyncio.run(work())
