@@ -40,7 +40,7 @@ class Package:
 
 def error(where: object, key: str, what: str, fix: str) -> TaskError:
     """What is wrong with a file or row of another format: where, which key, and what to do."""
-    return TaskError(f"{where}: {key}: {what}", fix=fix, phase="import", code="task_format")
+    return TaskError(f"{where}: {key}: {what}.", fix=fix, phase="import", code="task_format")
 
 
 def text(content: str) -> Entry:
