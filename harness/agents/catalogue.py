@@ -31,7 +31,8 @@ def _loop(folder: Path | None) -> AgentCommand:
 
 
 def _mini(folder: Path | None) -> AgentCommand:
-    """https://mini-swe-agent.com: its own command line, in its own default configuration."""
+    """https://mini-swe-agent.com: its own command line, in its own default configuration. It leaves a reply
+    that it can not read out of its history, so what follows such a reply is a branch (`history_edited`)."""
     return AgentCommand(
         name=f"mini-swe-agent/{_version('mini_swe_agent', folder)}",
         argv=(
