@@ -164,8 +164,8 @@ def test_an_endpoint_that_is_none_and_one_that_never_answers_are_named() -> None
     with_endpoint([{"object": "list"}], strange)
 
     async def never(endpoint: ChatEndpoint, asked: list[dict[str, Any]]) -> None:
-        with pytest.raises(ModelError, match=r"waiting for judge since 0\.5 s: 503") as caught:
-            await endpoint.complete([{"role": "user", "content": "x"}], deadline_s=0.5)
+        with pytest.raises(ModelError, match=r"waiting for judge since 1\.5 s: 503") as caught:
+            await endpoint.complete([{"role": "user", "content": "x"}], deadline_s=1.5)
         assert caught.value.code == "deadline"
 
     with_endpoint([503] * 20, never)
