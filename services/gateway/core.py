@@ -67,6 +67,7 @@ ONCE_DEADLINE_S = 120.0
 """A file operation or a diff, waiting for the command before it included."""
 GROUP_REMEMBERED_S = 6 * 3600.0
 ADOPTIONS_AT_ONCE = 16
+PREPARES_AT_ONCE = 3
 MAX_PENDING = 16
 """Operations of one session that may wait for each other."""
 FOLLOW_BYTES = 1 << 20
@@ -165,10 +166,13 @@ class _CallersOwn:
 class _Observed:
     """The backend of one session; says when the verifier's sandbox is made."""
 
-    def __init__(self, inner: Backend, session_id: str, verifying: Callable[[], None]) -> None:
+    def __init__(
+        self, inner: Backend, session_id: str, verifying: Callable[[], None], prepares: Limiter
+    ) -> None:
         self._inner = inner
         self._id = session_id
         self._verifying = verifying
+        self._prepares = prepares
 
     @property
     def name(self) -> str:
@@ -179,7 +183,18 @@ class _Observed:
         return self._inner.isolation
 
     async def prepare(self, environment_dir: str) -> str:
-        return await self._inner.prepare(environment_dir)
+        await self._prepares.enter()
+        took: float | None = None
+        began = time.monotonic()
+        try:
+            digest = await self._inner.prepare(environment_dir)
+            took = time.monotonic() - began
+        except asyncio.CancelledError:
+            took = 0.0
+            raise
+        finally:
+            self._prepares.leave(took_s=took)
+        return digest
 
     async def create(
         self,
@@ -242,6 +257,9 @@ class Gateway:
         self.permits = Ration(permits=self.settings.permits)
         self.verification = Ration(verifications=self.settings.verify)
         self.creates = Limiter(ceiling=self.settings.creates)
+        self.prepares = Limiter(ceiling=PREPARES_AT_ONCE)
+        """Pulls and builds of images."""
+        self.deletes = Limiter(ceiling=2 * self.settings.creates)
 
     # --------------------------------------------------------------------------------------------- lifecycle
 
@@ -290,7 +308,7 @@ class Gateway:
             live.session = await self._adopted(live)
         except (BoundaryError, OSError) as error:
             log.error("session %s could not be adopted: %s", live.id, error)
-        if live.session is None and was in (State.QUEUED, State.ADMITTED, State.PROVISIONING):
+        if live.session is None and was in (State.QUEUED, State.ADMITTED):
             if was is not State.QUEUED:
                 self._move(live, State.QUEUED, note=note)
             self._enqueue(live)
@@ -318,7 +336,7 @@ class Gateway:
         try:
             session = await Session.resume(
                 live.task,
-                _Observed(self.backend, live.id, lambda: self._verifying(live)),
+                _Observed(self.backend, live.id, lambda: self._verifying(live), self.prepares),
                 sandbox,
                 session_id=live.id,
                 admission=await self._stored_admission(live.task),
@@ -390,7 +408,7 @@ class Gateway:
                 verdict=to_json(verdict).decode(),
             )
         )
-        self.metrics.ended(State.FAILED, fault)
+        self.metrics.ended(State.FAILED, fault, row.task_id)
 
     async def stop(self) -> None:
         """End every session, close the backend, write the log. Idempotent."""
@@ -686,11 +704,14 @@ class Gateway:
             took: float | None = 0.0
             try:
                 self._move(live, State.PROVISIONING)
+                # Who comes after a restart must know that there may have been a sandbox: a session is never
+                # given another one behind its holder's back.
+                await self._written().flushed()
                 began = time.monotonic()
                 try:
                     live.session = await Session.open(
                         live.task,
-                        _Observed(self.backend, live.id, lambda: self._verifying(live)),
+                        _Observed(self.backend, live.id, lambda: self._verifying(live), self.prepares),
                         session_id=live.id,
                         signing_key=live.signing_key,
                         admission=admission,
@@ -707,6 +728,8 @@ class Gateway:
         except BoundaryError as error:
             self._breaker(error)
             self._begin_end(live, State.FAILED, fault_of(error))
+        except StoreError as error:
+            self._begin_end(live, State.FAILED, self._own("store", error.message, retryable=True))
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the boundary of a session's opening: classified and recorded
@@ -1266,7 +1289,7 @@ class Gateway:
                 state = State.DONE
         live.verdict = verdict
         self._move(live, state, verdict.fault)
-        self.metrics.ended(state, verdict.fault)
+        self.metrics.ended(state, verdict.fault, live.task.id)
         closing = asyncio.create_task(self._close(live))
         self._background.add(closing)
         closing.add_done_callback(self._background.discard)
@@ -1299,9 +1322,14 @@ class Gateway:
     async def _close(self, live: Live) -> None:
         """The sandbox goes, then its slot is free. The terminal record does not wait for it."""
         if live.session is not None:
+            await self.deletes.enter()
+            began = time.monotonic()
             closing = asyncio.ensure_future(live.session.close())
+            await asyncio.wait({closing}, timeout=CLOSE_DEADLINE_S)
+            # One that hangs does not hold up the others.
+            self.deletes.leave(took_s=time.monotonic() - began if closing.done() else None)
             try:
-                async with asyncio.timeout(CLOSE_DEADLINE_S):
+                async with asyncio.timeout(0):
                     await asyncio.shield(closing)
             except TimeoutError:
                 self.leaked += 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from agentrl.types import Fault
 from services.gateway.states import State
 
+RECENT = 200
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -27,6 +30,18 @@ class Metrics:
             "Sessions of an earlier epoch that went on after a restart.",
             registry=self.registry,
         )
+        self._masked = Counter(
+            "agentrl_sessions_masked",
+            "Sessions that ended without a score by no doing of the policy, by task.",
+            ["task"],
+            registry=self.registry,
+        )
+        self._masked_rate = Gauge(
+            "agentrl_masked_rate",
+            f"Share of those among the last {RECENT} that ended. A policy must not learn to get there.",
+            registry=self.registry,
+        )
+        self._recent: deque[bool] = deque(maxlen=RECENT)
         self._queue = Histogram(
             "agentrl_queue_seconds", "Waiting for a slot.", buckets=_SECONDS, registry=self.registry
         )
@@ -52,9 +67,16 @@ class Metrics:
             self._states.labels(state=str(before)).dec()
         self._states.labels(state=str(after)).inc()
 
-    def ended(self, state: State, fault: Fault | None) -> None:
+    def ended(self, state: State, fault: Fault | None, task_id: str) -> None:
         owner, code = ("", "") if fault is None else (fault.owner, fault.code)
         self._ended.labels(state=str(state), owner=owner, code=code).inc()
+        if state is State.CANCELLED:  # its caller did not want it: that says nothing of how attempts end
+            return
+        masked = fault is not None and not fault.scored
+        self._recent.append(masked)
+        self._masked_rate.set(sum(self._recent) / len(self._recent))
+        if masked:
+            self._masked.labels(task=task_id).inc()
 
     def adopted(self) -> None:
         self._adopted.inc()

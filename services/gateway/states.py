@@ -48,7 +48,7 @@ FOLLOWS: Mapping[State, frozenset[State]] = MappingProxyType(
     {
         State.QUEUED: _EARLY | {State.ADMITTED, State.LOST},
         State.ADMITTED: _EARLY | {State.PROVISIONING, State.QUEUED, State.LOST},
-        State.PROVISIONING: _EARLY | {State.READY, State.QUEUED, State.LOST},
+        State.PROVISIONING: _EARLY | {State.READY, State.LOST},
         State.READY: _EARLY | {State.RUNNING, State.FINALIZING, State.LOST},
         State.RUNNING: _EARLY | {State.READY, State.LOST},
         State.LOST: _EARLY | {State.READY},

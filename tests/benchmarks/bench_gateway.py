@@ -89,7 +89,13 @@ class Side:
         await asyncio.gather(*(one(number) for number in range(given.sessions)))
         self.wall_s = time.perf_counter() - begun
 
-    def summary(self) -> dict[str, Any]:
+    def rate_within(self, what: str, clients: int) -> float:
+        """How many a second there are while that is all that is done: `clients` at once, each as long as it
+        took here. (Over the whole run one second of verification counts as much as hundreds of calls.)"""
+        times = self.times[what]
+        return round(clients * 1000 * len(times) / sum(times), 1)
+
+    def summary(self, clients: int) -> dict[str, Any]:
         def quantile(values: list[float], share: float) -> float:
             return round(sorted(values)[min(len(values) - 1, int(share * len(values)))], 2)
 
@@ -97,6 +103,7 @@ class Side:
             "wall_s": round(self.wall_s, 2),
             "sessions_per_s": round(len(self.times["open"]) / self.wall_s, 2),
             "calls_per_s": round(len(self.times["call"]) / self.wall_s, 1),
+            "calls_per_s_while_calling": self.rate_within("call", clients),
             "ms": {w: {"p50": quantile(v, 0.5), "p99": quantile(v, 0.99)} for w, v in self.times.items()},
             "ends": dict(self.ends),
         }
@@ -159,8 +166,8 @@ def main() -> None:
         folder = Path(name)
         task = load_task(generate(folder / "suite", train=1, heldout=0, seed=1)[0])
         sides = {
-            "in_process": asyncio.run(here(task, given, folder)).summary(),
-            "gateway": asyncio.run(there(task, given, folder)).summary(),
+            "in_process": asyncio.run(here(task, given, folder)).summary(given.clients),
+            "gateway": asyncio.run(there(task, given, folder)).summary(given.clients),
         }
     ratio = sides["gateway"]["sessions_per_s"] / sides["in_process"]["sessions_per_s"]
     load = os.getloadavg()[0]

@@ -249,6 +249,28 @@ def test_failing_creations_open_the_breaker_and_nobody_new_is_failed_by_it(
     asyncio.run(run())
 
 
+def test_how_many_attempts_are_masked_is_a_number_with_their_task(store: Store, task: Task) -> None:
+    async def before(operation: str, session: str) -> None:
+        await asyncio.sleep(0)
+        if operation == "create" and here.gateway._live[session].request.client_key == "bad":
+            raise SandboxError("no disk", code="no_disk", phase="create")
+
+    async def run() -> None:
+        nonlocal here
+        async with world(store, [task], backend=MemoryBackend(before=before)) as here:
+            for key in ("bad", "unwanted"):
+                view = await here.ada.send(opened(task, key))
+                await here.ada.send(calls.session(view.id, wait_s=5))
+            await here.ada.send(calls.delete(view.id))
+            async with here.raw(None) as http:
+                page = (await http.get("/metrics")).text
+            assert "agentrl_masked_rate 1.0" in page  # who deletes a session says nothing of how it would end
+            assert f'agentrl_sessions_masked_total{{task="{task.id}"}} 1.0' in page
+
+    here: World
+    asyncio.run(run())
+
+
 def test_numbers_for_prometheus_add_up(store: Store, task: Task) -> None:
     async def run() -> None:
         async with world(store, [task], slots=2) as here:

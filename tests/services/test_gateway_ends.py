@@ -131,6 +131,8 @@ def test_a_gateway_that_starts_again_ends_what_lost_its_sandbox(store: Store, ta
         async with world(store, [task]) as first:
             view = await ready(first, task)
             waiting = [await ready(first, task, str(n)) for n in range(3)]
+            assert first.gateway._journal is not None
+            await first.gateway._journal.flushed()
             async with world(store, [task]) as second:
                 assert second.gateway.epoch == first.gateway.epoch + 1
                 for one in (view, *waiting):
