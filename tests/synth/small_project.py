@@ -92,6 +92,7 @@ def lay_checkout(folder: Path) -> Path:
         "shop/core.py": CORE,
         "shop/money.py": MONEY,
         "tests/test_shop.py": TESTS,
+        "tests/test_extra.py": "import nothing_like_this\n",
         ".git/HEAD": "ref: refs/heads/main\n",
         "shop/__pycache__/core.cpython-311.pyc": "x",
         "shop/core.py.orig": CORE,

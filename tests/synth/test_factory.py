@@ -184,7 +184,7 @@ def test_a_task_withstands_the_whole_battery(suite: dict[str, Any]) -> None:
 
 
 REJECTED = [
-    ({"tests/test_shop.py": None}, "no_tests"),
+    ({"tests/test_shop.py": None, "tests/test_extra.py": None}, "no_tests"),
     ({"tests/test_shop.py": "def test_it():\n    assert False\n"}, "no_passing_tests"),
     ({"pyproject.toml": '[project]\nname = "pluggy"\n'}, "part_of_pytest"),
 ]

@@ -49,6 +49,7 @@ QUIET = (
     "--no-summary",
     "--tb=no",
     "--assert=plain",
+    "--continue-on-collection-errors",
     "--config-file=/dev/null",
     *(f"-pno:{name}" for name in ("cacheprovider", "junitxml", "pastebin", "faulthandler", "setupplan")),
     *(f"-pno:{name}" for name in ("unraisableexception", "threadexception", "stepwise", "setuponly")),
@@ -173,7 +174,7 @@ class Plugin:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             text = crash.message if crash is not None else str(report.longrepr).strip().split("\n")[-1]
-            self.broken[report.nodeid] = text[:MESSAGE_CHARS]
+            self.broken[report.nodeid] = text.removeprefix("E").strip()[:MESSAGE_CHARS]
 
     def pytest_runtest_logstart(self) -> None:
         if self.tracer is not None:
