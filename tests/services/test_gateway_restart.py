@@ -27,7 +27,7 @@ from harness.gateway import wire
 from harness.gateway.client import AsyncClient
 from harness.gateway.remote import GatewayPlace
 
-LIVE = 50
+LIVE = {"local": 50, "docker": 16}
 STEPS = 4
 BUSY_S = 60.0
 """What a machine that is busy with other things may take for things that take a second."""
@@ -83,7 +83,7 @@ class Process:
         options = {"--tasks": self.folder / "suite", "--store": self.folder / "store.db"}
         options |= {"--state-dir": self.folder / "state"}
         words += [str(word) for option in options.items() for word in option]
-        words += ["--slots", str(LIVE), "--memory", "999999", "--permits", "8"]
+        words += ["--slots", str(LIVE[self.backend]), "--memory", "999999", "--permits", "8"]
         with (self.folder / "gateway.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "agentrl.cli.main", *words],
@@ -174,21 +174,21 @@ def test_killed_in_the_middle_and_started_again_it_adopts_every_session_and_they
     process: Process,
 ) -> None:
     async def run() -> None:
-        isolation = process.start()["isolation"]
-        halfway = asyncio.Barrier(LIVE + 1)
+        isolation, live = process.start()["isolation"], LIVE[process.backend]
+        halfway = asyncio.Barrier(live + 1)
         place = GatewayPlace(process.url, name=process.backend, isolation=isolation, client=process.client())  # type: ignore[arg-type]
         await place.admit(process.task)
-        attempts = [asyncio.create_task(episode(place, process.task, n, halfway)) for n in range(LIVE)]
+        attempts = [asyncio.create_task(episode(place, process.task, n, halfway)) for n in range(live)]
         await halfway.wait()
         await asyncio.sleep(0.05)  # commands are running now
         process.kill()
         told = process.start()
         assert told["epoch"] == 2
         ends = await asyncio.gather(*attempts)
-        assert ends == [[str(step) for step in range(STEPS)]] * LIVE
+        assert ends == [[str(step) for step in range(STEPS)]] * live
         async with process.client() as client:
             page = await client.send(calls.Call(method="GET", path="/metrics", read=lambda got: got.text))
-            assert f"agentrl_sessions_adopted_total {LIVE}.0" in page
+            assert f"agentrl_sessions_adopted_total {live}.0" in page
         await place.close()
         process.kill(signal.SIGTERM)
         assert await gone(process, BUSY_S) == []
