@@ -37,7 +37,7 @@ CAUSES = {
     "not_a_change": "does not parse, or is the same program",
     "survives": "no test fails",
     "hangs": "the tests do not come to an end",
-    "dies": "the test process dies",
+    "dies": "the test process dies, or takes all memory",
     "no_import": "tests can not be collected",
     "too_broad": "nearly everything fails",
     "flaky": "no test fails every time",
@@ -354,6 +354,8 @@ class _Judge:
     def _first(self, one: Tried, effect: Effect) -> None:
         if effect.ended != "ok":
             one.cause = "hangs" if effect.ended == "timeout" else "dies"
+        elif any(f.message.startswith("MemoryError") for f in effect.failures):
+            one.cause = "dies"
         elif effect.broken:
             one.cause = "no_import"
         elif not effect.failures:

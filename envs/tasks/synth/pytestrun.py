@@ -41,6 +41,8 @@ REPORT_FD = 3
 MESSAGE_CHARS = 300
 RESULT_LIMIT = 64 * 1024 * 1024
 TRACED_CALLS = 50
+ADDRESS_BYTES = 640 * 1024 * 1024
+"""Of a child: a mutant that takes all memory gets a `MemoryError` instead of ending its neighbours."""
 WAITS = 10
 """A child may take this many times its CPU seconds by the clock."""
 QUIET = (
@@ -349,6 +351,7 @@ def isolated(work: Callable[[], object], timeout_s: float) -> tuple[str, Any]:
             os.setsid()
             limit = int(timeout_s) + 1
             resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+            resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
             os.close(read_end)
             null = os.open("/dev/null", os.O_RDWR)
             for fd in (0, 1, 2):
