@@ -338,7 +338,8 @@ def _sessions(gateway: Gateway) -> APIRouter:
         if seen is None:
             return later(one)
         answer = _record(seen)
-        answer.headers["X-Session-Submitted"] = str(gateway.view(one).submitted).lower()
+        submitted = one.session is not None and one.session.submitted  # a whole view costs as much as a call
+        answer.headers["X-Session-Submitted"] = str(submitted).lower()
         return answer
 
     @router.post("/sessions/{session_id}/exec", tags=["act"], response_model=wire.ExecView, responses=_LATER)
