@@ -93,7 +93,7 @@ def test_a_background_process_of_the_policy_does_not_reach_the_verifier(task: Ta
 def _battery() -> list[str]:
     return [
         *("conftest", "sitecustomize", "pth", "pytest_ini", "reward_file", "stdlib_shadow", "replaced_tests"),
-        *("symlinked_tests", "exit_zero", "always_equal", "forged_results"),
+        *("symlinked_tests", "exit_zero", "always_equal", "patched_framework", "forged_results"),
     ]
 
 
