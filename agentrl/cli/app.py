@@ -898,14 +898,14 @@ def bench_learner(
     scaling: Annotated[
         str, typer.Option(help="Tokens of one trajectory to step on; empty: none.")
     ] = "1024,2048,4096,8192,16384",
-    out: Annotated[Path | None, typer.Option(help="Write all numbers here as JSON.")] = None,
+    json: Json = False,
 ) -> None:
     """Time one policy step on stored multi-turn groups beside TRL and beside one row per call."""
     from agentrl.cli import learning
 
-    given = {"model": model, "trl": trl, "layers": layers, "out": out, "repeats": repeats}
+    given = {"model": model, "trl": trl, "layers": layers, "repeats": repeats}
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    learning.bench_learner([*options, f"--sides={sides}", f"--scaling={scaling}"])
+    learning.bench_learner([*options, f"--sides={sides}", f"--scaling={scaling}"], as_json=json)
 
 
 # --------------------------------------------------------------------------------------------------- serving

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,14 +75,23 @@ def profile_run(run: str | None, *, store: str | None, as_json: bool) -> None:
     )
 
 
-def bench_learner(options: Sequence[str]) -> None:
-    """Run the comparison of a source checkout; it speaks for itself."""
+def bench_learner(options: Sequence[str], *, as_json: bool) -> None:
+    """Run the comparison of a source checkout; it speaks for itself, or on stderr beside one JSON object."""
     script = Path(agentrl.__file__).parent.parent / BENCH
     if not script.exists():
         raise ConfigError(
             f"The comparison is not part of an installed package: {BENCH} is not beside it.",
             fix=f"Take a checkout of the source, `pip install -e .` there, and ask again (or run {BENCH}).",
         )
-    done = subprocess.run([sys.executable, str(script), *options], check=False)
-    if done.returncode != 0:
-        raise typer.Exit(FAILED)
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = Path(folder, "numbers.json")
+        extra = [f"--out={numbers}"] if as_json else []
+        done = subprocess.run(
+            [sys.executable, str(script), *options, *extra],
+            check=False,
+            stdout=sys.stderr.fileno() if as_json else None,
+        )
+        if done.returncode != 0:
+            raise typer.Exit(FAILED)
+        if as_json:
+            output.emit(json.loads(numbers.read_text()))
