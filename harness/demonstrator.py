@@ -23,7 +23,7 @@ KEYS = ("file", "buggy", "alternatives")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """How the demonstrator behaves; both are probabilities."""
+    """How the demonstrator behaves; each is a probability."""
 
     careful: float
     """Of checking its work in an attempt: it runs the tests after every edit (else it submits untested)."""
