@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from agentrl.store.store import Store
 
 UPDATES = 3
@@ -35,6 +37,10 @@ max_tokens = 8
 [train]
 recipe = "reinforce"
 updates = {updates}
+learning_rate = 3e-6
+schedule = "linear"
+[train.overrides.penalty]
+entropy_bonus = {{ coefficient = 0.01 }}
 [eval]
 tasks = 2
 """
@@ -70,6 +76,8 @@ def test_a_run_killed_in_the_middle_of_training_resumes_without_losing_or_repeat
         assert store.verify(run_id).ok
         assert [u.step for u in store.updates(run_id)] == list(range(1, UPDATES + 1))
         assert store.unconsumed(run_id) == ()
+        rates = [row.value for row in store.metrics(run_id, ["optimizer/learning_rate"])]
+        assert rates == pytest.approx([3e-6, 2e-6, 1e-6]), "the run file's schedule goes on where it was"
         after = [v.number for v in store.policy_versions(run_id)]
         assert after[: len(versions)] == versions
         assert after == list(range(len(after)))
