@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl.cli import learning
 from agentrl.cli.app import bench
@@ -40,3 +44,28 @@ def test_the_bench_knows_every_option_that_the_verb_gives_it() -> None:
     assert len(given) > 5
     for option in given:
         assert f'"--{option}"' in source
+
+
+def test_the_bench_steps_on_a_stored_group_and_tells_it_as_one_object(tmp_path: Path) -> None:
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=49_152,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=8_192,
+        )
+    ).save_pretrained(tmp_path)
+    words = ["--model", str(tmp_path), "--sides", "shared", "--scaling", "", "--repeats", "2", "--json"]
+    command = [sys.executable, "-m", "agentrl.cli.main", "bench", "learner", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    side, data = found["sides"]["shared"], found["data"]
+    assert set(found["sides"]) == {"shared"}
+    assert data["tokens"] > 2 * data["distinct_tokens"] > 0
+    assert side["tokens_per_s"] == pytest.approx(data["tokens"] / statistics.median(side["wall_s"]), rel=0.1)
+    assert len(side["wall_s"]) == 2
+    assert side["grad_norm"] > 0
