@@ -4,8 +4,9 @@
 
 A run that is finished in DIR is not made again, so a stopped comparison goes on where it was. All recipes
 have the run file's learning rate and batch, and a KL term to the cold start; the reduction is each recipe's
-own. The quickstart takes 16 updates and most recipes then stand near the ceiling: 10 leave a difference to see. Writes `learning.md` and `learning.svg` beside this file; `CPU s` is of the training
-process (sandboxes not counted), since wall time depends on what else the machine does.
+own. The quickstart takes 16 updates and most recipes then stand near the ceiling: 10 leave a difference to
+see. Writes `learning.md` and `learning.svg` beside this file; `CPU s` is of the training process (sandboxes
+not counted), since wall time depends on what else the machine does.
 """
 
 from __future__ import annotations
