@@ -98,14 +98,16 @@ class DockerBackend:
         state = (state_dir or Path.home() / ".local" / "state" / "agentrl").absolute() / "docker"
         self._engine = Engine(socket_path(host))
         self._state = state
+        self.id = f"{os.getpid()}-{os.urandom(4).hex()}"
+        self.pressure = Pressure(creates_at_once or CREATES_PER_CORE * (os.cpu_count() or 1))
+        """Of everything that this backend starts on the engine, sandboxes and probes of images alike."""
         self._images = DockerImages(
             self._engine,
             state,
             owner=(POLICY_ID, POLICY_ID) if os.geteuid() == 0 else None,
             base_image=base_image,
+            pressure=self.pressure,
         )
-        self.id = f"{os.getpid()}-{os.urandom(4).hex()}"
-        self.pressure = Pressure(creates_at_once or CREATES_PER_CORE * (os.cpu_count() or 1))
         self._lease_s = lease_s
         self._orphan_grace_s = orphan_grace_s
         self._folder = state / "run" / self.id

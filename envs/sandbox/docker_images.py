@@ -25,8 +25,9 @@ from agentrl.config import environment
 from agentrl.errors import SandboxError, TaskError
 from envs.sandbox import agent, docker_init, rootfs
 from envs.sandbox.engine import Engine, EngineRefused
-from envs.sandbox.images import Images
+from envs.sandbox.images import Images, changing, folder_digest
 from envs.sandbox.interpreter import base_python
+from envs.sandbox.pressure import Pressure
 
 TOOLS = "/opt/agentrl/tools"
 PYTHON = "/opt/agentrl/python"
@@ -72,9 +73,17 @@ class DockerImages:
     """Images of one engine; copies and notes below `root`."""
 
     def __init__(
-        self, engine: Engine, root: Path, *, owner: tuple[int, int] | None, base_image: str | None
+        self,
+        engine: Engine,
+        root: Path,
+        *,
+        owner: tuple[int, int] | None,
+        base_image: str | None,
+        pressure: Pressure,
     ) -> None:
+        """`pressure` bounds the containers in which images are tried, and whatever else its owner starts."""
         self._engine = engine
+        self._pressure = pressure
         self._root = root
         self._owner = owner
         self._base_image = base_image or environment("DOCKER_BASE")
@@ -202,6 +211,8 @@ class DockerImages:
             with tempfile.TemporaryFile() as file:
                 await asyncio.to_thread(_context, Path(environment_dir), cast(BinaryIO, file))
                 file.seek(0)
+                if await asyncio.to_thread(folder_digest, Path(environment_dir)) != digest:
+                    raise changing(Path(environment_dir))
                 where = {"t": tag, "rm": "1", "forcerm": "1", "labels": json.dumps({"agentrl": "image"})}
                 content = _pieces(cast(BinaryIO, file))
                 try:
@@ -317,16 +328,17 @@ class DockerImages:
         }
         call = self._engine.call
         limit: dict[str, Any] = {"phase": "probe", "deadline_s": PROBE_DEADLINE_S}
-        made = await call("POST", "/containers/create", body=body, **limit)
-        route = f"/containers/{made['Id']}"
-        try:
-            await call("POST", route + "/start", **limit)
-            ended = await call("POST", route + "/wait", **limit)
-            return int(ended["StatusCode"]), f"exit code {ended['StatusCode']}"
-        except EngineRefused as refused:
-            return -1, refused.message[:500]
-        finally:
-            await self._engine.remove(made["Id"], deadline_s=PROBE_DEADLINE_S)
+        async with self._pressure.slot(teaches=False):
+            made = await call("POST", "/containers/create", body=body, **limit)
+            route = f"/containers/{made['Id']}"
+            try:
+                await call("POST", route + "/start", **limit)
+                ended = await call("POST", route + "/wait", **limit)
+                return int(ended["StatusCode"]), f"exit code {ended['StatusCode']}"
+            except EngineRefused as refused:
+                return -1, refused.message[:500]
+            finally:
+                await self._engine.remove(made["Id"], deadline_s=PROBE_DEADLINE_S)
 
     def tools(self) -> Path:
         """The folder with the agent that is mounted into every sandbox."""

@@ -3,7 +3,8 @@ layer.
 
 The image holds the workspace files of the folder (what is under `files/` when that exists, else everything
 but the recipe for a container), laid at the workdir. Invariant: a folder named by a digest is complete and
-never written again; copies of the same folder made at the same time end as one.
+never written again, and its content is what the digest was taken of, also when somebody writes into the
+original meanwhile; copies of the same folder made at the same time end as one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from pathlib import Path
 
 from agentrl.errors import SandboxError, TaskError
 from agentrl.types import content_hash
+
+COPY_TRIES = 4
+"""How often a folder is read that somebody changes while it is read."""
 
 RECIPES = frozenset(
     {
@@ -86,11 +90,9 @@ class Images:
                 code="bad_image",
                 phase="prepare",
             )
-        digest = folder_digest(environment)
         source = workspace(environment)
         skip = RECIPES if source == environment else frozenset[str]()
-        self._copy(source, self.path(digest), skip)
-        return digest
+        return self._copy_unchanged(environment, source, skip)
 
     async def snapshot(self, folder: str) -> Path:
         """A copy of a folder that is mounted beside an image (tests): readable inside whatever the modes
@@ -102,9 +104,8 @@ class Images:
             raise SandboxError(
                 f"There is no folder {folder} to mount.", code="bad_mount", phase="prepare", retryable=False
             )
-        target = self.path("mount:" + folder_digest(folder).removeprefix("dir:"))
-        self._copy(folder, target, frozenset())
-        return target
+        digest = self._copy_unchanged(folder, folder, frozenset(), kind="mount:")
+        return self.path(digest)
 
     def path(self, digest: str) -> Path:
         """Where the copy with this digest is, or would be."""
@@ -122,12 +123,27 @@ class Images:
             )
         return path
 
-    def _copy(self, source: Path, target: Path, skip: frozenset[str]) -> None:
-        if target.is_dir():
-            return
-        self._root.mkdir(parents=True, exist_ok=True)
+    def _copy_unchanged(self, whole: Path, source: Path, skip: frozenset[str], *, kind: str = "dir:") -> str:
+        """Copy `source`, a part of `whole` or all of it, under the digest of `whole`, which it returns."""
+        for _ in range(COPY_TRIES):
+            before = folder_digest(whole)
+            digest = kind + before.removeprefix("dir:")
+            if self.path(digest).is_dir():
+                return digest
+            building = self._build(source, skip)
+            try:
+                if folder_digest(whole) == before:
+                    self._give(building, self.path(digest))
+                    return digest
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
+        raise changing(whole)
+
+    def _build(self, source: Path, skip: frozenset[str]) -> Path:
+        """A copy under a name that nobody uses."""
         building = self._root / f".building-{os.getpid()}-{os.urandom(6).hex()}"
         try:
+            self._root.mkdir(parents=True, exist_ok=True)
             shutil.copytree(
                 source,
                 building,
@@ -136,16 +152,17 @@ class Images:
             )
             for path in (building, *_walk(building)):
                 self._settle(path)
-            os.rename(building, target)
         except OSError as error:
             shutil.rmtree(building, ignore_errors=True)
+            raise _not_copied(source, error) from error
+        return building
+
+    def _give(self, building: Path, target: Path) -> None:
+        try:
+            os.rename(building, target)
+        except OSError as error:
             if not target.is_dir():  # Else someone else was faster with the same content.
-                raise SandboxError(
-                    f"The image of {source} could not be copied to {target}: {error}.",
-                    fix="Check the free space and the rights of the state folder.",
-                    code="image_copy",
-                    phase="prepare",
-                ) from error
+                raise _not_copied(target, error) from error
 
     def _settle(self, path: Path) -> None:
         """Modes as git keeps them, so that an image does not depend on the umask of who made the folder."""
@@ -155,3 +172,22 @@ class Images:
             path.chmod(0o755 if executable else 0o644)
         if self._owner is not None:
             os.chown(path, *self._owner, follow_symlinks=False)
+
+
+def _not_copied(what: Path, error: OSError) -> SandboxError:
+    return SandboxError(
+        f"The image of {what} could not be copied: {error}.",
+        fix="Check the free space and the rights of the state folder.",
+        code="image_copy",
+        phase="prepare",
+    )
+
+
+def changing(folder: Path) -> SandboxError:
+    """For a folder that is not twice the same while an image is made of it."""
+    return SandboxError(
+        f"{folder} changes while it is read.",
+        fix="Finish writing the folder before it is used.",
+        code="image_changing",
+        phase="prepare",
+    )

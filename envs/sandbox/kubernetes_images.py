@@ -26,6 +26,7 @@ from envs.sandbox import rootfs
 from envs.sandbox.docker_images import DockerImages
 from envs.sandbox.engine import Engine, socket_path
 from envs.sandbox.images import Images
+from envs.sandbox.pressure import Pressure
 
 DEFAULT_IMAGE = "python:3.12-slim"
 DEFAULT_REGISTRY = "agentrl/"
@@ -128,7 +129,9 @@ class KubernetesImages:
     def _built_here(self) -> DockerImages:
         if self._engine is None:
             engine = Engine(socket_path())
-            self._engine = DockerImages(engine, self._root / "engine", owner=None, base_image=None)
+            self._engine = DockerImages(
+                engine, self._root / "engine", owner=None, base_image=None, pressure=Pressure(1)
+            )
         return self._engine
 
 

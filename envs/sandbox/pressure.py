@@ -36,8 +36,9 @@ class Pressure:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Hold one slot; the time inside is what the limit learns from. The caller sets the deadline."""
+    async def slot(self, *, teaches: bool = True) -> AsyncIterator[None]:
+        """Hold one slot; the time inside is what the limit learns from, unless it is spent on other things
+        too. The caller sets the deadline."""
         await self._acquire()
         begun = time.monotonic()
         good = False
@@ -49,7 +50,8 @@ class Pressure:
             raise
         finally:
             self.in_flight -= 1
-            self.learn(time.monotonic() - begun, failed=not good)
+            if teaches:
+                self.learn(time.monotonic() - begun, failed=not good)
             self._wake()
 
     def learn(self, latency_s: float, *, failed: bool = False) -> None:

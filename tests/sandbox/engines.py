@@ -99,7 +99,7 @@ class Proxy:
             line = head.split(b"\r\n")[0].decode()
             self.seen.append(line)
             rule = next((r for r in self.rules if r.route in line and r.hits < r.times), None)
-            kind = _kind(line)
+            kind = "start" if "/start" in line else "create" if "/containers/create" in line else "other"
             self.in_flight[kind] = self.in_flight.get(kind, 0) + 1
             self.peak[kind] = max(self.peak.get(kind, 0), self.in_flight[kind])
             with contextlib.ExitStack() as counted:
@@ -153,14 +153,6 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _kind(line: str) -> str:
-    """Of a request: the creation or start of a sandbox, which has a name of ours (a probe of an image has
-    none), or another."""
-    if "/containers/create?name=agentrl-" in line:
-        return "create"
-    return "start" if "/containers/agentrl-" in line and "/start " in line else "other"
 
 
 async def _pump(

@@ -4,8 +4,10 @@ errors, the base image made of this machine."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import tarfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from envs.sandbox import rootfs
 from envs.sandbox.contract import Mount
 from envs.sandbox.docker import DockerBackend
 from envs.sandbox.engine import Engine, EngineRefused, EngineUnknown, socket_path
+from envs.sandbox.images import Images, folder_digest
 from envs.sandbox.pressure import Pressure
 
 
@@ -69,6 +72,34 @@ def test_never_more_than_the_maximum_and_every_slot_comes_back(
             assert pressure.in_flight == 1
 
     asyncio.run(check())
+
+
+def test_a_folder_that_is_written_while_it_is_read_is_known_by_what_was_copied(tmp_path: Path) -> None:
+    folder = tmp_path / "environment"
+    folder.mkdir()
+    (folder / "app.py").write_bytes(b"a")
+    over = threading.Event()
+
+    def scribble() -> None:
+        while not over.is_set():
+            for letter in (b"a", b"b"):
+                (folder / "app.py").write_bytes(letter * 300_000)
+                over.wait(0.002)
+
+    async def check() -> None:
+        for number in range(30):
+            with contextlib.suppress(SandboxError):  # It says that the folder changes.
+                await Images(tmp_path / f"images-{number}", None).prepare(str(folder))
+
+    writer = threading.Thread(target=scribble)
+    writer.start()
+    try:
+        asyncio.run(check())
+    finally:
+        over.set()
+        writer.join()
+    copies = list(tmp_path.glob("images-*/*"))
+    assert [path.name for path in copies] == [folder_digest(path).replace(":", "-") for path in copies]
 
 
 @asynccontextmanager

@@ -109,8 +109,9 @@ def nothing_left(space: str, mine: str) -> None:
 
 async def image_of(backend: KubernetesBackend, state: Path) -> str:
     folder = state / "environment"
-    folder.mkdir(exist_ok=True)
-    (folder / "app.py").write_text("print('hello')\n")
+    if not folder.exists():  # Others may be reading it just now.
+        folder.mkdir()
+        (folder / "app.py").write_text("print('hello')\n")
     return await backend.prepare(str(folder))
 
 
