@@ -556,6 +556,12 @@ def tasks_synth_repo(
         int | None,
         typer.Option(min=1, help="Sandboxes at the same time. Default: the cores.", show_default=False),
     ] = None,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            min=0.1, help="For a project, on average; what it did not reach, the same command goes on with."
+        ),
+    ] = 4.0,
     work: Annotated[
         Path | None,
         typer.Option(help="Downloads, measurements, quarantine. Default: OUT.work.", show_default=False),
@@ -586,6 +592,7 @@ def tasks_synth_repo(
         image=image,
         backend=str(backend),
         at_once=at_once,
+        minutes=minutes,
         store=store,
         as_json=json,
     )

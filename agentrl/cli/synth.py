@@ -24,8 +24,6 @@ from envs.tasks.synth import factory
 from envs.tasks.synth.mutations import KINDS
 
 REPORT = "synth.json"
-_SHOWN = ("admitted", "survives", "duplicate", "too_broad", "hangs", "no_import")
-"""Causes with a column of their own; the rest are counted as other."""
 
 
 def repo(
@@ -41,6 +39,7 @@ def repo(
     image: str,
     backend: str,
     at_once: int | None,
+    minutes: float,
     store: str | None,
     as_json: bool,
 ) -> None:
@@ -63,6 +62,7 @@ def repo(
         at_once=at_once or os.cpu_count() or 1,
         image=image,
         light=light,
+        budget_s=60 * minutes,
         extra=tuple(extra),
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,8 +95,11 @@ def repo(
 
 
 def _print(found: dict[str, Any]) -> None:
+    """Two tables, by project and by kind; every cause that occurred has its column in both."""
+    occurred = {cause for one in found["projects"] for cause in one["causes"]}
+    causes = [cause for cause in factory.CAUSES if cause in occurred]
     output.table(
-        ("project", "licence", "split", "tests", "flaky", "tried", *_SHOWN, "other", "why not"),
+        ("project", "licence", "split", "tests", "flaky", "tried", *causes, "why not"),
         [
             (
                 one["name"] or one["spec"],
@@ -105,38 +108,24 @@ def _print(found: dict[str, Any]) -> None:
                 one["stable_tests"],
                 one["flaky_tests"],
                 one["tried"],
-                *_counts(one["causes"]),
+                *(one["causes"].get(cause, 0) for cause in causes),
                 f"{one['rejected']}: {one['why']}" if one["rejected"] else "",
             )
             for one in found["projects"]
         ],
-        numbers=("tests", "flaky", "tried", *_SHOWN, "other"),
+        numbers=("tests", "flaky", "tried", *causes),
     )
     output.say()
-    rows = [
-        (
-            kind,
-            counts.get("proposed", 0) or "",
-            counts.get("executed", 0) or "",
-            counts.get("tried", 0),
-            *_counts({k: v for k, v in counts.items() if k not in ("proposed", "executed", "tried")}),
-        )
-        for kind, counts in found["kinds"].items()
-    ]
-    total = [sum(int(row[at] or 0) for row in rows) for at in range(1, len(rows[0]))]
-    output.table(
-        ("kind", "proposed", "executed", "tried", *_SHOWN, "other"),
-        [*rows, ("all", *total)],
-        numbers=("proposed", "executed", "tried", *_SHOWN, "other"),
-    )
+    numbers = ("proposed", "executed", "tried", *causes)
+    rows = [(kind, *(counts.get(name, 0) for name in numbers)) for kind, counts in found["kinds"].items()]
+    total = [sum(int(row[at]) for row in rows) for at in range(1, len(numbers) + 1)]
+    output.table(("kind", *numbers), [*rows, ("all", *total)], numbers=numbers)
+    output.say()
+    for cause in causes:
+        output.say(f"{cause}: {found['causes'][cause]}")
     output.say()
     used = sum(bool(counts.get("admitted")) for counts in found["kinds"].values())
     output.say(
         f"{found['admitted']} tasks of {used} of {len(KINDS)} kinds in {escape(str(found['out']))}, "
         f"{found['quarantined']} quarantined; all counts: {escape(str(found['work'] / REPORT))}"
     )
-
-
-def _counts(causes: dict[str, int]) -> tuple[int, ...]:
-    shown = tuple(causes.get(cause, 0) for cause in _SHOWN)
-    return (*shown, sum(causes.values()) - sum(shown))

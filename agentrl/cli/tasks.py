@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from agentrl.cli import output, progress
 from agentrl.cli.boundary import FAILED
-from agentrl.errors import ConfigError, TaskError, nearest
+from agentrl.errors import BoundaryError, ConfigError, TaskError, nearest
 from agentrl.store import Store
 from agentrl.training.events import Listener
 from agentrl.types import Task, to_dict
@@ -154,8 +154,10 @@ async def _validate(
             try:
                 task = load_task(place)
                 outcome: Admission | str = await admit(task, backend, repeats=repeats, light=light)
-            except TaskError as error:
-                outcome = str(error)
+            except BoundaryError as error:
+                outcome = (
+                    str(error) if isinstance(error, TaskError) else f"{error.owner}/{error.code}: {error}"
+                )
         valid = isinstance(outcome, Admission) and outcome.valid
         quarantined += not valid
         if not valid:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
+import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,44 @@ from typing import Any
 import pytest
 from small_project import CORE, MONEY, lay_checkout, lay_runner
 
-from agentrl.types import Split, Task
+from agentrl.errors import SandboxLost
+from agentrl.types import SandboxSpec, Split, Task
 from envs.admission import admit, attacks
 from envs.evidence import Admission
+from envs.sandbox.contract import Isolation, Sandbox
 from envs.sandbox.local import LocalBackend
 from envs.tasks.package import load_suite
 from envs.tasks.synth import factory, packages, project
 from envs.tasks.synth.factory import Outcome, Plan
 
 pytestmark = pytest.mark.sandbox
+SLOW_S = 3600.0
+"""A budget that no machine is too busy for."""
 ORIGINAL = {"shop/core.py": CORE, "shop/money.py": MONEY}
+
+
+class Faulty:
+    """A local backend that loses sandboxes where a test says so."""
+
+    def __init__(self, inner: LocalBackend, lost: Callable[[str], bool]) -> None:
+        self._inner = inner
+        self._lost = lost
+        self.lost: list[str] = []
+
+    name = "local"
+    isolation: Isolation = "namespaces"
+
+    async def prepare(self, environment_dir: str) -> str:
+        return await self._inner.prepare(environment_dir)
+
+    async def create(self, spec: SandboxSpec, *, session: str, **rest: Any) -> Sandbox:
+        if self._lost(session):
+            self.lost.append(session)
+            raise SandboxLost(f"{session} is gone.")
+        return await self._inner.create(spec, session=session, **rest)
+
+    async def close(self) -> None:
+        await self._inner.close()
 
 
 class Silent:
@@ -48,12 +77,12 @@ class Silent:
 
 
 def made(
-    specs: Sequence[str], plan: Plan
+    specs: Sequence[str], plan: Plan, lost: Callable[[str], bool] = lambda session: False
 ) -> tuple[tuple[Outcome, ...], list[tuple[Task, Admission]], Silent]:
     listener, told = Silent(), []
 
     async def run() -> tuple[Outcome, ...]:
-        backend = LocalBackend(plan.work / "state")
+        backend = Faulty(LocalBackend(plan.work / "state"), lost)
         try:
             return await factory.make(
                 specs, plan, backend, listener=listener, kept=lambda task, how: told.append((task, how))
@@ -75,7 +104,15 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("synth")
     checkout = lay_checkout(folder / "shop-checkout")
     lay_runner(folder / "work" / "runner")
-    plan = Plan(out=folder / "out", work=folder / "work", per_project=3, seed=3, repeats=2, light=True)
+    plan = Plan(
+        out=folder / "out",
+        work=folder / "work",
+        per_project=3,
+        seed=3,
+        repeats=2,
+        light=True,
+        budget_s=SLOW_S,
+    )
     outcomes, told, listener = made([str(checkout)], plan)
     return {"plan": plan, "outcome": outcomes[0], "told": told, "listener": listener, "spec": str(checkout)}
 
@@ -156,6 +193,76 @@ def test_the_same_call_again_measures_and_admits_nothing_twice(suite: dict[str, 
     assert sorted(outcomes[0].tried) == sorted(suite["outcome"].tried)
 
 
+def test_a_fault_of_the_backend_sets_one_candidate_aside_and_the_next_call_tries_it_again(
+    suite: dict[str, Any], tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    shutil.copytree(suite["plan"].work, work, ignore=shutil.ignore_patterns("admissions", "state"))
+    plan = replace(suite["plan"], out=tmp_path / "out", work=work, at_once=1)
+    seen: list[str] = []
+
+    def first_two_of_admission(session: str) -> bool:
+        seen.append(session)
+        return session == "admit-solution" and seen.count("admit-solution") <= 2
+
+    outcomes, told, listener = made([suite["spec"]], plan, first_two_of_admission)
+    causes = [cause for _, cause in outcomes[0].tried]
+    assert (causes.count("faulted"), causes.count("admitted"), len(told)) == (1, 2, 2)
+    assert any("is faulted: environment/sandbox_lost: admit-solution is gone" in n for n in listener.notes)
+    reasons = [path.read_text() for path in work.rglob("*.reason.txt")]
+    assert [reason for reason in reasons if "sandbox_lost" in reason] != []
+
+    outcomes, told, _ = made([suite["spec"]], plan)
+    assert [cause for _, cause in outcomes[0].tried].count("admitted") == len(told) == 3
+
+
+def test_a_mutant_that_ends_its_sandbox_does_not_take_its_neighbours_along(
+    suite: dict[str, Any], tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    dropped = shutil.ignore_patterns("mutants-*", "admissions", "state")
+    shutil.copytree(suite["plan"].work, work, ignore=dropped)
+    plan = replace(suite["plan"], out=tmp_path / "out", work=work, at_once=1, per_project=2)
+    orders: list[str] = []
+
+    def the_first_order_and_its_first_mutant(session: str) -> bool:
+        orders.append(session)
+        return session.startswith("synth-") and len(orders) <= 2
+
+    outcomes, told, _ = made([suite["spec"]], plan, the_first_order_and_its_first_mutant)
+    causes = [cause for _, cause in outcomes[0].tried]
+    assert causes.count("faulted") == 1
+    assert causes.count("admitted") == len(told) == 2
+    written = "".join(path.read_text() for path in work.rglob("mutants-*.jsonl"))
+    assert '"cause": "faulted"' not in written, "it is measured again by the next call"
+
+
+def test_a_backend_that_fails_altogether_ends_no_call(
+    suite: dict[str, Any], checkout: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "runner").symlink_to(suite["plan"].work / "runner")
+    plan = Plan(out=tmp_path / "out", work=tmp_path / "work", repeats=1, budget_s=SLOW_S)
+    outcomes, told, listener = made([str(checkout), "./nowhere"], plan, lambda session: True)
+    assert [outcome.rejected for outcome in outcomes] == ["fault_sandbox_lost", "not_found"]
+    assert told == []
+    assert "is gone" in listener.notes[0]
+
+
+def test_a_project_whose_time_is_over_goes_on_in_the_next_call(suite: dict[str, Any], tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    dropped = shutil.ignore_patterns("admissions", "state")
+    shutil.copytree(suite["plan"].work, work, ignore=dropped)
+    plan = replace(suite["plan"], out=tmp_path / "out", work=work)
+    outcomes, told, _ = made([suite["spec"]], replace(plan, budget_s=0.0))
+    causes = [cause for _, cause in outcomes[0].tried]
+    assert (causes.count("not_reached"), told) == (3, [])
+    outcomes, told, _ = made([suite["spec"]], plan)
+    assert len(told) == outcomes[0].admitted == 3
+    outcomes, told, _ = made([suite["spec"]], replace(plan, budget_s=0.0))
+    assert len(told) == outcomes[0].admitted == 3, "what was admitted stays a task, whatever the time"
+
+
 def test_the_table_accounts_for_every_mutant_that_was_tried(suite: dict[str, Any]) -> None:
     found = factory.summary([suite["outcome"]])
     counts = found["kinds"].values()
@@ -201,7 +308,7 @@ def test_a_project_that_gives_no_tasks_is_rejected_by_name(
             (checkout / name).write_text(text)
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "runner").symlink_to(suite["plan"].work / "runner")
-    plan = Plan(out=tmp_path / "out", work=tmp_path / "work", repeats=1)
+    plan = Plan(out=tmp_path / "out", work=tmp_path / "work", repeats=1, budget_s=SLOW_S)
     outcomes, told, listener = made([str(checkout)], plan)
     assert (outcomes[0].rejected, told) == (cause, [])
     assert cause in listener.notes[0]

@@ -6,21 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import ConfigError
 from envs.tasks.synth import lab, packages
 from envs.tasks.synth.lab import Baseline, Failure
 from envs.tasks.synth.mutations import Edit, Mutation
 from envs.tasks.synth.packages import Candidate
-from envs.tasks.synth.project import Project
+from envs.tasks.synth.project import Project, Rejected
 
 SOURCE = b"def f(a):\n    return a + 1234567\n\n\ndef g(a):\n    return f(a)\n"
 
 
-def run(outcomes: dict[str, str], seconds: float = 0.1) -> dict[str, object]:
+def run(outcomes: dict[str, str], cpu: float = 0.1, clock: float = 0.1) -> dict[str, object]:
     return {
         "outcomes": {name: [outcome, "", None] for name, outcome in outcomes.items()},
-        "seconds": {name: 5.0 if "slow" in name else seconds for name in outcomes},
-        "lines": {name: {"x.py": [2]} for name in outcomes},
+        "seconds": {name: [5.0 if "slow" in name else cpu, clock] for name in outcomes},
         "broken": {},
     }
 
@@ -28,13 +26,22 @@ def run(outcomes: dict[str, str], seconds: float = 0.1) -> dict[str, object]:
 def test_only_a_fast_test_that_passes_in_every_run_is_relied_on() -> None:
     first = {"t::a": "passed", "t::b": "passed", "t::c": "failed", "t::slow": "passed", "t::d": "skipped"}
     second = {"t::a": "passed", "t::b": "failed", "t::c": "failed", "t::slow": "passed"}
-    found = lab.judge([run(first), run(second, seconds=0.3)])
+    found = lab.judge([run(first), run(second, cpu=0.3)], {"t::a": {"x.py": [2]}, "t::b": {"x.py": [3]}})
     assert found.stable == ("t::a",)
     assert found.flaky == ("t::b",)
     assert found.failing == ("t::c", "t::d")
     assert found.slow == ("t::slow",)
     assert found.seconds == {"t::a": 0.3}
+    assert found.lines == {"t::a": {"x.py": (2,)}}
     assert lab.from_json(lab.to_json(found)) == found
+
+
+def test_a_test_is_slow_by_its_cpu_time_and_by_the_clock_only_where_it_always_waits() -> None:
+    names = {"t::a": "passed"}
+    busy_once = lab.judge([run(names, cpu=0.2, clock=40.0), run(names, cpu=0.1, clock=0.5)], {})
+    waits = lab.judge([run(names, clock=4.0), run(names, clock=3.0)], {})
+    assert (busy_once.stable, busy_once.seconds) == (("t::a",), {"t::a": 0.5})
+    assert (waits.stable, waits.slow) == ((), ("t::a",))
 
 
 @pytest.fixture
@@ -82,11 +89,20 @@ def test_the_nearest_tests_must_still_pass_and_a_doubtful_one_is_not_graded(proj
 def test_no_more_tests_are_graded_than_are_worth_their_time(project: Project) -> None:
     names = [f"t::n{n:03}" for n in range(200)]
     lines = {name: {"x.py": (2,)} for name in names}
-    seconds = {name: 1.0 - n / 1000 for n, name in enumerate(names)}
+    seconds = {name: 0.01 - n / 100_000 for n, name in enumerate(names)}
     failing, passing = packages.graded(candidate(project, *names[:100]), baseline(lines, seconds))
     assert failing == tuple(names[70:100]), "the fastest, in the order of the suite"
     assert len(failing) + len(passing) == packages.MOST_TESTS
     assert set(passing) <= set(names[100:]), "one that the bug breaks is never among those that must pass"
+
+
+def test_tests_are_graded_as_long_as_they_are_paid_for_and_never_none(project: Project) -> None:
+    names = [f"t::n{n:02}" for n in range(20)]
+    lines = {name: {"x.py": (2,)} for name in names}
+    dear = packages.graded(candidate(project, *names[:10]), baseline(lines, dict.fromkeys(names, 1.5)))
+    assert dear == (("t::n00",), tuple(names[10 : 10 + packages.LEAST_PASSING]))
+    cheap = packages.graded(candidate(project, *names[:10]), baseline(lines, dict.fromkeys(names, 0.125)))
+    assert cheap == (tuple(names[:8]), tuple(names[10:18])), "eight of an eighth of a second are one second"
 
 
 def test_short_names_are_identifiers_and_never_collide() -> None:
@@ -111,7 +127,7 @@ def test_a_message_that_quotes_the_original_line_is_not_shown(project: Project) 
 
 def test_an_instruction_that_gives_the_fix_away_is_refused(project: Project) -> None:
     told = "t::test[return a + 1234567]"
-    with pytest.raises(ConfigError, match="holds the fix"):
+    with pytest.raises(Rejected, match="holds the fix"):
         packages.instruction(candidate(project, told), (told,), baseline({told: {"x.py": (2,)}}))
 
 

@@ -5,16 +5,22 @@ admission), so that the same call after a crash goes on where it stopped and rep
 and the same project give the same mutants in the same order. A mutant is kept when it still parses, some
 stable tests fail with it every time, and the rest pass; a package is admitted when `envs.admission` says so
 on the backend, and otherwise goes to the work folder's `quarantine/` with its reason.
+
+No project and no candidate ends the call: what the backend could not judge is set aside with its reason and
+tried again by the next call. A project has a budget of time, after which the next one begins; what it did not
+get to is where the next call goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import shutil
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,10 +40,13 @@ from envs.tasks.synth.project import Project, Rejected
 CAUSES = {
     "admitted": "is a task",
     "quarantined": "was written and not admitted",
+    "faulted": "the backend could not judge it; the next call tries again",
+    "not_reached": "its project's time was over; the next call goes on",
     "not_a_change": "does not parse, or is the same program",
     "survives": "no test fails",
     "hangs": "the tests do not come to an end",
     "dies": "the test process dies, or takes all memory",
+    "leaks_fix": "a failing test's name or message holds the fix",
     "no_import": "tests can not be collected",
     "too_broad": "nearly everything fails",
     "flaky": "no test fails every time",
@@ -45,7 +54,7 @@ CAUSES = {
     "copy_in_tree": "an unbroken copy lies beside it",
 }
 """What becomes of a mutant that was tried."""
-BATCH = 8
+BATCH = 4
 """Mutants per order to a sandbox."""
 TRIES = 4
 """Mutants tried per task wanted, at most."""
@@ -54,9 +63,16 @@ BROADEST = 0.6
 BROAD_TESTS = 25
 COMPOSED_SHARE = 0.15
 """Of the tasks wanted, how many hold several bugs."""
-MUTANT_FLOOR_S = 4.0
-MUTANT_SLACK = 5.0
+MUTANT_FLOOR_S = 3.0
+MUTANT_SLACK = 4.0
 """CPU seconds that a mutant's tests may take: the floor and so many times what they took unbroken."""
+WATCHED_S = 2.0
+"""CPU seconds of the tests that a mutant is tried with, of those that execute the changed lines, fast ones
+first; the others are not graded."""
+BREAK_SHARE = 0.35
+"""Of the time that a project has left after its tests are measured, what making mutants may take; the rest is
+for admission."""
+BUDGET_S = 240.0
 
 
 class Progress(Protocol):
@@ -76,6 +92,8 @@ class Plan:
     repeats: runs of the suite, of the solution and of the empty attempt.
     image: base image of the written Dockerfile; `scratch` brings files only.
     light: admit with one run each and without the exploit battery.
+    budget_s: seconds by the clock that a project may take, on average: what one leaves over is divided among
+        those behind it. What is under way at the end is finished.
     """
 
     out: Path
@@ -86,6 +104,7 @@ class Plan:
     at_once: int = 2
     image: str = "scratch"
     light: bool = False
+    budget_s: float = BUDGET_S
     extra: tuple[str, ...] = ()
 
 
@@ -120,6 +139,10 @@ class Outcome:
     """Kind and cause of every mutant tried."""
     tasks: list[Admission] = field(default_factory=list)
 
+    @property
+    def admitted(self) -> int:
+        return sum(one.valid for one in self.tasks)
+
 
 Kept = Callable[[Task, Admission], None]
 """What is told of every admission, valid or not: where it is stored."""
@@ -128,25 +151,42 @@ Kept = Callable[[Task, Admission], None]
 async def make(
     specs: Sequence[str], plan: Plan, backend: Backend, *, listener: Progress, kept: Kept
 ) -> tuple[Outcome, ...]:
-    """All projects, one after another, each with `plan.at_once` sandboxes. Never raises `Rejected`."""
-    found = []
-    for spec in specs:
+    """All projects, one after another, each with `plan.at_once` sandboxes. Never raises `Rejected` or
+    `BoundaryError`."""
+    found: list[Outcome] = []
+    started = time.monotonic()
+    end = started + plan.budget_s * len(specs)
+    for number, spec in enumerate(specs, start=1):
         outcome = Outcome(spec=spec)
+        deadline = time.monotonic() + max(0.0, end - time.monotonic()) / (len(specs) - number + 1)
         try:
-            await _one(spec, plan, backend, listener, kept, outcome)
-        except Rejected as error:
-            outcome.rejected, outcome.why = error.cause, error.message
+            label = f"{Path(spec).name} ({number} of {len(specs)})"
+            await _one(spec, label, deadline, plan, backend, listener, kept, outcome)
+        except (Rejected, BoundaryError) as error:
+            cause = error.cause if isinstance(error, Rejected) else f"fault_{error.code}"
+            outcome.rejected, outcome.why = cause, error.message
             listener.end()
-            listener.note(f"{spec} is rejected ({error.cause}): {error.message}")
+            listener.note(f"{spec} is rejected ({cause}): {error.message}")
         found.append(outcome)
+        minutes = (time.monotonic() - started) / 60
+        listener.note(
+            f"{spec}: {outcome.admitted} tasks. Of {number} projects {sum(o.admitted for o in found)} tasks"
+            f" in {minutes:.1f} min; at this pace {minutes / number * (len(specs) - number):.0f} min are left"
+        )
     return tuple(found)
 
 
 async def _one(
-    spec: str, plan: Plan, backend: Backend, listener: Progress, kept: Kept, outcome: Outcome
+    spec: str,
+    label: str,
+    deadline: float,
+    plan: Plan,
+    backend: Backend,
+    listener: Progress,
+    kept: Kept,
+    outcome: Outcome,
 ) -> None:
-    label = Path(spec).name
-    folder = plan.work / label
+    folder = plan.work / Path(spec).name
     listener.begin(f"{label}: fetch", total=1, unit="projects")
     runner = await asyncio.to_thread(project.install_runner, plan.work / "runner")
     found = await asyncio.to_thread(project.fetch, spec, folder, runner=runner, extra=plan.extra)
@@ -160,9 +200,10 @@ async def _one(
         why = next(iter(baseline.broken), "see its tests")
         raise Rejected("no_passing_tests", f"No test of {found.name} passes every time: {why}")
     queue = _queue(found, baseline, plan.seed, outcome)
-    tried = await _try(found, baseline, queue, place, folder, plan, listener, label)
-    await _admit(found, baseline, tried, folder, plan, backend, listener, kept, outcome, label)
-    outcome.tried = [(one.kind, one.cause or "kept") for one in tried]
+    until = time.monotonic() + BREAK_SHARE * (deadline - time.monotonic())
+    tried = await _try(found, baseline, queue, place, folder, plan, listener, label, until)
+    await _admit(found, baseline, tried, folder, plan, backend, listener, kept, outcome, label, deadline)
+    outcome.tried = [(one.kind, one.cause) for one in tried]
 
 
 async def _lab(found: Project, folder: Path, backend: Backend, plan: Plan) -> Lab:
@@ -179,10 +220,12 @@ async def _baseline(place: Lab, folder: Path, plan: Plan, listener: Progress, la
     note = folder / f"baseline-{lab.MARK}.z"
     if note.is_file():
         return lab.from_json(note.read_bytes())
-    listener.begin(f"{label}: run tests", total=plan.repeats, unit="runs")
-    baseline = await place.baseline(plan.repeats, told=listener.advance)
+    listener.begin(f"{label}: run tests", total=1 + plan.repeats, unit="runs")
+    baseline = await place.baseline(plan.repeats, at_once=plan.at_once, told=listener.advance)
     listener.end(stable=len(baseline.stable), flaky=len(baseline.flaky), failing=len(baseline.failing))
-    note.write_bytes(lab.to_json(baseline))
+    written = note.with_suffix(".part")
+    written.write_bytes(lab.to_json(baseline))
+    written.replace(note)
     return baseline
 
 
@@ -234,8 +277,9 @@ async def _try(
     plan: Plan,
     listener: Progress,
     label: str,
+    until: float,
 ) -> list[Tried]:
-    """Mutants until enough are kept, single ones first, then several together."""
+    """Mutants until enough are kept or the time is over, single ones first, then several together."""
     notes = _Notes(folder / f"mutants-{lab.MARK}.jsonl")
     composed = round(COMPOSED_SHARE * plan.per_project)
     wanted = plan.per_project - composed
@@ -244,11 +288,13 @@ async def _try(
     tried: list[Tried] = []
     judged = _Judge(found, baseline)
     singles = [(m,) for m in queue[:limit]]
-    await _batches(singles, wanted, judged, notes, place, plan, listener, tried)
-    singles_kept = [one for one in tried if not one.cause]
-    rng = random.Random(f"{found.slug}/{plan.seed}/composed")
-    groups = _compose(singles_kept, 3 * composed, rng)
-    await _batches(groups, len(singles_kept) + composed, judged, notes, place, plan, listener, tried)
+    complete = await _batches(singles, wanted, judged, notes, place, plan, listener, tried, until)
+    if complete:  # of fewer, others would be composed than the next call composes
+        singles_kept = [one for one in tried if not one.cause]
+        rng = random.Random(f"{found.slug}/{plan.seed}/composed")
+        groups = _compose(singles_kept, 3 * composed, rng)
+        enough = len(singles_kept) + composed
+        await _batches(groups, enough, judged, notes, place, plan, listener, tried, until)
     listener.end(kept=sum(not one.cause for one in tried), tried=len(tried))
     return tried
 
@@ -262,25 +308,29 @@ async def _batches(
     plan: Plan,
     listener: Progress,
     tried: list[Tried],
-) -> None:
-    """Go on until `wanted` of all that were tried are kept. Results are taken in the order of `groups`, so
-    that what is kept does not depend on which sandbox was faster."""
+    until: float,
+) -> bool:
+    """Go on until `wanted` of all that were tried are kept: False when the time was over before. Results are
+    taken in the order of `groups`, so that what is kept does not depend on which sandbox was faster."""
     step = BATCH * plan.at_once
     for start in range(0, len(groups), step):
         if sum(not one.cause for one in tried) >= wanted:
-            return
+            return True
         part = groups[start : start + step]
         fresh = [g for g in part if packages.key_of([m.edit for m in g]) not in notes.known]
+        if fresh and time.monotonic() > until:
+            return False
         pieces = [fresh[i : i + BATCH] for i in range(0, len(fresh), BATCH)]
         for results in await asyncio.gather(*(judged.measure(piece, place) for piece in pieces)):
             for one in results:
                 notes.add(one)
         for group in part:
             if sum(not one.cause for one in tried) >= wanted:
-                return
+                return True
             one = judged.settle(notes.known[packages.key_of([m.edit for m in group])])
             tried.append(one)
             listener.advance(int(not one.cause), tried=len(tried))
+    return True
 
 
 def _compose(singles: Sequence[Tried], count: int, rng: random.Random) -> list[tuple[Mutation, ...]]:
@@ -313,17 +363,29 @@ class _Judge:
         self._kept: set[tuple[frozenset[tuple[str, str]], frozenset[str]]] = set()
 
     async def measure(self, groups: Sequence[tuple[Mutation, ...]], place: Lab) -> list[Tried]:
-        """Run the tests that execute the changed lines; once more those that failed."""
+        """What each does. Where one ends the sandbox, each is tried alone: only that one is to blame."""
+        try:
+            return await self._together(groups, place)
+        except (Rejected, BoundaryError) as error:
+            if len(groups) == 1:
+                one = self._start(groups[0])
+                one.cause = "dies" if isinstance(error, Rejected) else "faulted"
+                return [one]
+        return [one for group in groups for one in await self.measure([group], place)]
+
+    async def _together(self, groups: Sequence[tuple[Mutation, ...]], place: Lab) -> list[Tried]:
+        """Run the tests that execute the changed lines; once more those that failed, with those that would be
+        graded beside them."""
         found = [self._start(group) for group in groups]
-        jobs = [self._job(one, self._watching(one)) for one in found if not one.cause]
+        jobs = {one.key: self._job(one, self._watching(one)) for one in found if not one.cause}
         if not jobs:
             return found
         async with place.opened() as bench:
-            first = await bench.mutants(jobs)
+            first = await bench.mutants(list(jobs.values()))
             for one in found:
                 if not one.cause:
-                    self._first(one, first[one.key])
-            again = [self._job(one, tuple(f.test for f in one.failures)) for one in found if not one.cause]
+                    self._first(one, first[one.key], jobs[one.key].tests)
+            again = [self._job(one, self._graded(one)) for one in found if not one.cause]
             second = await bench.mutants(again) if again else {}
         for one in found:
             if not one.cause:
@@ -342,8 +404,21 @@ class _Judge:
                 one.cause = "not_a_change"
         return one
 
+    def _all_watching(self, one: Tried) -> set[str]:
+        return {n for m in one.mutations for n in self._baseline.watching(m.edit.path, m.watch)}
+
     def _watching(self, one: Tried) -> tuple[str, ...]:
-        names = {n for m in one.mutations for n in self._baseline.watching(m.edit.path, m.watch)}
+        """Tests that execute a changed line, as many as `WATCHED_S` pays for, in the order of the suite."""
+        seconds = self._baseline.seconds
+        fast = sorted(self._all_watching(one), key=lambda name: (seconds[name], name))
+        took = itertools.accumulate(seconds[name] for name in fast)
+        names = set(fast[: max(1, sum(spent <= WATCHED_S for spent in took))])
+        return tuple(name for name in self._baseline.stable if name in names)
+
+    def _graded(self, one: Tried) -> tuple[str, ...]:
+        """All tests that fail, and those that would have to go on passing."""
+        _, passing = packages.graded(_candidate(self._project, one), self._baseline)
+        names = {*passing, *(f.test for f in one.failures)}
         return tuple(name for name in self._baseline.stable if name in names)
 
     def _job(self, one: Tried, tests: tuple[str, ...]) -> Job:
@@ -351,7 +426,7 @@ class _Judge:
         edits: tuple[Edit, ...] = tuple(m.edit for m in one.mutations)
         return Job(key=one.key, edits=edits, tests=tests, timeout_s=MUTANT_FLOOR_S + MUTANT_SLACK * took)
 
-    def _first(self, one: Tried, effect: Effect) -> None:
+    def _first(self, one: Tried, effect: Effect, ran: Sequence[str]) -> None:
         if effect.ended != "ok":
             one.cause = "hangs" if effect.ended == "timeout" else "dies"
         elif any(f.message.startswith("MemoryError") for f in effect.failures):
@@ -364,13 +439,14 @@ class _Judge:
             one.cause = "too_broad"
         else:
             one.failures = effect.failures
+            one.unsure = tuple(sorted(self._all_watching(one) - set(ran)))
 
     def _second(self, one: Tried, effect: Effect) -> None:
         if effect.ended != "ok":
             one.cause = "flaky"
             return
-        again = {f.test for f in effect.failures}
-        one.unsure = tuple(f.test for f in one.failures if f.test not in again)
+        first, again = {f.test for f in one.failures}, {f.test for f in effect.failures}
+        one.unsure = (*one.unsure, *sorted(first ^ again))
         one.failures = tuple(f for f in one.failures if f.test in again)
         if not one.failures:
             one.cause = "flaky"
@@ -411,7 +487,10 @@ class _Notes:
             self.known[one.key] = one
 
     def add(self, one: Tried) -> None:
+        """Remember it; what the backend could not judge only until the call ends."""
         self.known[one.key] = one
+        if one.cause == "faulted":
+            return
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(one)) + "\n")
 
@@ -449,70 +528,96 @@ async def _admit(
     kept: Kept,
     outcome: Outcome,
     label: str,
+    deadline: float,
 ) -> None:
-    """Write and admit what was kept; what was admitted in an earlier call stays as it is."""
+    """Write and admit what was kept, until the time is over; what was admitted in an earlier call stays as it
+    is, whatever the time."""
     worth = [one for one in tried if not one.cause]
-    limit = asyncio.Semaphore(plan.at_once)
     listener.begin(f"{label}: admit", total=len(worth), unit="tasks")
-    quarantined = 0
+    counts = Counter[str]()
 
-    async def one_task(one: Tried) -> Admission:
-        nonlocal quarantined
+    async def one_task(one: Tried) -> Admission | None:
         candidate = _candidate(found, one)
-        async with limit:
-            task, admission = await _admission(candidate, baseline, folder, plan, backend)
-        kept(task, admission)
-        one.cause = "admitted" if admission.valid else "quarantined"
-        quarantined += not admission.valid
-        if not admission.valid:
-            listener.note(f"{candidate.name} is quarantined: {'; '.join(admission.reasons)}")
-        listener.advance(1, quarantined=quarantined)
-        return admission
+        judged, one.cause, why = await _judged(candidate, baseline, folder, plan, backend, deadline)
+        if judged is not None:
+            kept(*judged)
+        if why:
+            listener.note(f"{candidate.name} is {one.cause}: {why}")
+        counts[one.cause] += 1
+        listener.advance(1, **counts)
+        return None if judged is None else judged[1]
 
-    outcome.tasks = list(await _all(one_task, worth))
-    listener.end(quarantined=quarantined)
+    admissions = await lab.in_order(one_task, worth, at_once=plan.at_once)
+    outcome.tasks = [admission for admission in admissions if admission is not None]
+    listener.end(**counts)
 
 
-async def _all(work: Callable[[Tried], Awaitable[Admission]], items: Sequence[Tried]) -> list[Admission]:
-    """In the order of the items. The first failure of the backend ends the others."""
-    running = [asyncio.ensure_future(work(item)) for item in items]
-    try:
-        return list(await asyncio.gather(*running))
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+async def _judged(
+    candidate: Candidate, baseline: Baseline, folder: Path, plan: Plan, backend: Backend, deadline: float
+) -> tuple[tuple[Task, Admission] | None, str, str]:
+    """An admission with its cause and its reasons; no admission when the candidate gives no package, the
+    time is over or the backend failed, for this one and once more."""
+    judged = _admitted_before(candidate, folder, plan, backend)
+    for final in (False, True):
+        if judged is None and time.monotonic() > deadline:
+            return None, "not_reached", ""
+        try:
+            judged = judged or await _admission(candidate, baseline, folder, plan, backend)
+        except Rejected as error:
+            return None, error.cause, error.message
+        except BoundaryError as error:
+            if final or not error.retryable:
+                place = folder / "quarantine" / f"{candidate.name}.reason.txt"
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(f"{error.owner}/{error.code}: {error}\n", encoding="utf-8")
+                return None, "faulted", f"{error.owner}/{error.code}: {error}"
+            continue
+        valid = judged[1].valid
+        return judged, "admitted" if valid else "quarantined", "" if valid else "; ".join(judged[1].reasons)
+    raise AssertionError("unreachable: the second round returns")
+
+
+def _places(candidate: Candidate, folder: Path, plan: Plan) -> tuple[Path, Path, Path]:
+    """The note of an admission, and where its package lies when it is valid and when it is not."""
+    return (
+        folder / "admissions" / f"{candidate.name}.json",
+        plan.out / candidate.project.slug / candidate.name,
+        folder / "quarantine" / candidate.name,
+    )
+
+
+def _admitted_before(
+    candidate: Candidate, folder: Path, plan: Plan, backend: Backend
+) -> tuple[Task, Admission] | None:
+    """What an earlier call found out, if its package is still there, unchanged, for this backend."""
+    note, good, bad = _places(candidate, folder, plan)
+    if not note.is_file():
+        return None
+    facts = json.loads(note.read_text(encoding="utf-8"))
+    place = good if facts["valid"] else bad
+    if not (place / "task.toml").is_file():
+        return None
+    task = package.load_task(place)
+    lists: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}
+    admission = Admission(**lists)
+    enough = admission.mode == "full" or plan.light
+    same = admission.revision == task.revision and admission.backend == backend.name
+    return (task, admission) if enough and same else None
 
 
 async def _admission(
     candidate: Candidate, baseline: Baseline, folder: Path, plan: Plan, backend: Backend
 ) -> tuple[Task, Admission]:
-    """Where the package ends: in `out`, or in the work folder's `quarantine/` with a `reason.txt` beside
-    it."""
-    note = folder / "admissions" / f"{candidate.name}.json"
-    good = plan.out / candidate.project.slug / candidate.name
-    bad = folder / "quarantine" / candidate.name
-    if note.is_file():
-        facts = json.loads(note.read_text(encoding="utf-8"))
-        place = good if facts["valid"] else bad
-        if (place / "task.toml").is_file():
-            task = package.load_task(place)
-            lists: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}
-            admission = Admission(**lists)
-            enough = admission.mode == "full" or plan.light
-            if enough and admission.revision == task.revision and admission.backend == backend.name:
-                return task, admission
+    """Write and admit. The package ends in `out`, or in the work folder's `quarantine/` with a `reason.txt`
+    beside it."""
+    note, good, bad = _places(candidate, folder, plan)
     building = folder / "candidates" / candidate.name
     for stale in (building, good, bad):
         shutil.rmtree(stale, ignore_errors=True)
     task = await asyncio.to_thread(
         packages.write, candidate, baseline, building, image=plan.image, seed=plan.seed
     )
-    try:
-        admission = await admit(task, backend, repeats=plan.repeats, light=plan.light)
-    except BoundaryError as error:
-        error.evidence.setdefault("task", task.id)
-        raise
+    admission = await admit(task, backend, repeats=plan.repeats, light=plan.light)
     place = good if admission.valid else bad
     place.parent.mkdir(parents=True, exist_ok=True)
     building.rename(place)
@@ -521,7 +626,9 @@ async def _admission(
             "\n".join(admission.reasons) + "\n", encoding="utf-8"
         )
     note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(to_dict(admission)), encoding="utf-8")
+    written = note.with_suffix(".part")
+    written.write_text(json.dumps(to_dict(admission)), encoding="utf-8")
+    written.replace(note)
     return package.load_task(place), admission
 
 
@@ -551,7 +658,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
                 "stable_tests": o.tests,
                 "flaky_tests": o.flaky,
                 "tried": len(o.tried),
-                "admitted": sum(a.valid for a in o.tasks),
+                "admitted": o.admitted,
                 "quarantined": sum(not a.valid for a in o.tasks),
                 "causes": dict(Counter(cause for _, cause in o.tried)),
             }
@@ -559,7 +666,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         ],
         "kinds": {kind: dict(counts) for kind, counts in kinds.items()},
         "causes": dict(CAUSES),
-        "admitted": sum(a.valid for o in outcomes for a in o.tasks),
+        "admitted": sum(o.admitted for o in outcomes),
         "quarantined": sum(not a.valid for o in outcomes for a in o.tasks),
         "tasks": [
             {"id": a.task_id, "revision": a.revision, "valid": a.valid, "reasons": list(a.reasons)}

@@ -9,15 +9,16 @@ execute the changed lines.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.types import ExecStatus, SandboxSpec
 from envs import report
@@ -33,13 +34,20 @@ WORKDIR = "/app"
 MEMORY_MIB = 1024
 DISK_MIB = 256
 PIDS = 64
-BASELINE_DEADLINE_S = 120.0
-"""Of a CPU."""
+SUITE_S = 45.0
+"""CPU seconds after which no further test of a suite begins: what was not begun is not relied on."""
+BASELINE_DEADLINE_S = 90.0
+"""CPU seconds of a run of the suite, its collection and the last test included."""
 SLOWEST_TEST_S = 2.0
-"""A test slower than this is left out: it would be paid at every attempt."""
+"""A test that takes longer, of a CPU or by the clock, is left out: it would be paid at every attempt."""
+TRACED_TEST_S = 4.0
+"""The same while its lines are traced."""
 START_S = 1.5
 """What loading pytest and a project may take before the first test."""
 CREATE_DEADLINE_S = 120.0
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +64,7 @@ class Baseline:
     broken: tuple[str, ...]
     """Why files could not be collected."""
     seconds: Mapping[str, float]
-    """Longest time of each stable test."""
+    """What each stable test takes: its longest CPU time, or its shortest by the clock where it waits."""
     lines: Mapping[str, Mapping[str, tuple[int, ...]]]
     """Executed lines by stable test and file."""
     repeats: int
@@ -137,15 +145,45 @@ class Lab:
         finally:
             await sandbox.close()
 
-    async def baseline(self, repeats: int, *, told: Callable[[], None]) -> Baseline:
-        """Run the suite `repeats` times, every second time backwards, the first time traced; `told` after
-        each."""
-        runs = []
-        for number in range(repeats):
+    async def baseline(self, repeats: int, *, at_once: int, told: Callable[[], None]) -> Baseline:
+        """Run the suite `repeats` times, every second time backwards, and once more traced; `told` after
+        each. The first run finds the tests that are worth the others."""
+
+        async def one(*, trace: bool = False, backwards: bool = False, wanted: Sequence[str] | None) -> Any:
             async with self.opened() as bench:
-                runs.append(await bench.suite(trace=number == 0, backwards=number % 2 == 1))
+                found = await bench.suite(trace=trace, backwards=backwards, wanted=wanted)
             told()
-        return judge(runs)
+            return found
+
+        first = await one(wanted=None)
+        good = [name for name, seen in first["outcomes"].items() if seen[0] == "passed"]
+        wanted = [name for name in good if min(first["seconds"][name]) <= SLOWEST_TEST_S]
+
+        async def numbered(number: int) -> Any:
+            return await one(trace=number == 0, backwards=number % 2 == 1, wanted=wanted)
+
+        traced, *others = await in_order(numbered, range(repeats), at_once=at_once)
+        return judge([first, *others], traced["lines"])
+
+
+async def in_order(
+    work: Callable[[Item], Awaitable[Result]], items: Iterable[Item], *, at_once: int
+) -> list[Result]:
+    """The results of `work` in the order of the items, `at_once` at a time. The first failure ends the
+    others."""
+    limit = asyncio.Semaphore(at_once)
+
+    async def one(item: Item) -> Result:
+        async with limit:
+            return await work(item)
+
+    running = [asyncio.ensure_future(one(item)) for item in items]
+    try:
+        return list(await asyncio.gather(*running))
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 class Bench:
@@ -156,15 +194,18 @@ class Bench:
         self._sandbox = sandbox
         self._orders = itertools.count(1)
 
-    async def suite(self, *, trace: bool, backwards: bool) -> dict[str, Any]:
-        """Outcomes, times and lines of the whole suite. Raises `Rejected` when it does not come to its
-        end."""
+    async def suite(self, *, trace: bool, backwards: bool, wanted: Sequence[str] | None) -> dict[str, Any]:
+        """Outcomes, times and lines of the tests that are wanted, or all. Raises `Rejected` when they do not
+        come to their end."""
         answer = await self._order(
             {
                 "mode": "baseline",
                 "files": self._project.tests,
                 "trace": trace,
                 "backwards": backwards,
+                "wanted": wanted,
+                "test_s": TRACED_TEST_S if trace else SLOWEST_TEST_S,
+                "suite_s": SUITE_S,
                 "timeout_s": BASELINE_DEADLINE_S,
             },
             timeout_s=10 * BASELINE_DEADLINE_S + 30.0,
@@ -235,21 +276,27 @@ def _effect(one: Mapping[str, Any]) -> Effect:
     )
 
 
-def judge(runs: Sequence[Mapping[str, Any]]) -> Baseline:
-    """Several runs of one suite to what can be relied on."""
-    names = list(dict.fromkeys(name for run in runs for name in run["outcomes"]))
+def judge(runs: Sequence[Mapping[str, Any]], lines: Mapping[str, Mapping[str, Sequence[int]]]) -> Baseline:
+    """Several runs of one suite to what can be relied on. `lines`: what a traced run saw, by test and file.
+
+    Only the first run is of all tests: the others are of those that passed in it, fast enough.
+    """
+    names = list(runs[0]["outcomes"])
     passes = {
         name: sum(run["outcomes"].get(name, ("missing",))[0] == "passed" for run in runs) for name in names
     }
-    seconds = {name: max(run["seconds"].get(name, 0.0) for run in runs[1:] or runs) for name in names}
-    always = [name for name in names if passes[name] == len(runs)]
-    stable = tuple(name for name in always if seconds[name] <= SLOWEST_TEST_S)
-    lines = runs[0]["lines"]
+    seconds = {}
+    for name in names:
+        seen = [run["seconds"][name] for run in runs if name in run["seconds"]]
+        used, waited = zip(*seen, strict=True) if seen else ((0.0,), (0.0,))
+        seconds[name] = max(max(used), min(waited))
+    slow = [name for name in names if seconds[name] > SLOWEST_TEST_S]
+    stable = tuple(name for name in names if passes[name] == len(runs) and name not in slow)
     return Baseline(
         stable=stable,
-        flaky=tuple(name for name in names if 0 < passes[name] < len(runs)),
-        failing=tuple(name for name in names if passes[name] == 0),
-        slow=tuple(name for name in always if seconds[name] > SLOWEST_TEST_S),
+        flaky=tuple(name for name in names if 0 < passes[name] < len(runs) and name not in slow),
+        failing=tuple(name for name in names if passes[name] == 0 and name not in slow),
+        slow=tuple(slow),
         broken=tuple(dict.fromkeys(text for run in runs for text in run["broken"].values())),
         seconds={name: seconds[name] for name in stable},
         lines={name: {p: tuple(found) for p, found in lines.get(name, {}).items()} for name in stable},

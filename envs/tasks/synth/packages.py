@@ -13,6 +13,7 @@ source.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -20,17 +21,15 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError
 from agentrl.types import Split, Task
 from envs.tasks import package
 from envs.tasks.synth import lab
 from envs.tasks.synth.lab import Baseline, Failure
 from envs.tasks.synth.mutations import Edit, Mutation, apply, inverse
-from envs.tasks.synth.project import SITE, Project
+from envs.tasks.synth.project import SITE, Project, Rejected
 
 SUITE = "synth"
 DRIVER = "project_tests.py"
@@ -40,6 +39,11 @@ MOST_TESTS = 60
 """Graded tests per task; more cost time at every attempt."""
 MOST_FAILING = 30
 """Of those, tests that the bug breaks; further ones are neither shown nor graded."""
+GRADED_S = 1.0
+"""CPU seconds of the tests that are graded, those that must pass and those that must still pass each: every
+attempt pays for them."""
+LEAST_PASSING = 5
+"""Tests that must still pass are that many, whatever they take."""
 SHOWN_TESTS = 8
 LEAST_LEAK = 12
 """Characters of the original code that a message must hold to count as a leak of the fix."""
@@ -109,19 +113,24 @@ def graded(candidate: Candidate, baseline: Baseline) -> tuple[tuple[str, ...], t
     """The tests that must begin to pass and those that must still pass, `MOST_TESTS` in all.
 
     The latter are the nearest: first those that execute the changed lines, then those of the changed files,
-    then the rest, fast ones first.
+    then the rest, fast ones first. Both are as many as `GRADED_S` pays for.
     """
     failing = tuple(f.test for f in candidate.failures)
-    if len(failing) > MOST_FAILING:
-        fast = sorted(failing, key=lambda name: (baseline.seconds[name], name))[:MOST_FAILING]
-        failing_kept = tuple(name for name in failing if name in set(fast))
-    else:
-        failing_kept = failing
+    fast = sorted(failing, key=lambda name: (baseline.seconds[name], name))
+    wanted = set(_paid(fast, baseline, most=MOST_FAILING, least=1))
     rest = [name for name in baseline.stable if name not in set(failing) | set(candidate.unsure)]
     near = {n for m in candidate.mutations for n in baseline.watching(m.edit.path, m.watch)}
     same = {n for m in candidate.mutations for n in baseline.watching(m.edit.path, (0, 0))}
     rest.sort(key=lambda name: (name not in near, name not in same, baseline.seconds[name], name))
-    return failing_kept, tuple(rest[: MOST_TESTS - len(failing_kept)])
+    passing = _paid(rest, baseline, most=MOST_TESTS - len(wanted), least=LEAST_PASSING)
+    return tuple(name for name in failing if name in wanted), passing
+
+
+def _paid(tests: Sequence[str], baseline: Baseline, *, most: int, least: int) -> tuple[str, ...]:
+    """The first tests, as many as fit into `GRADED_S`; `least` of them at any cost."""
+    took = itertools.accumulate(baseline.seconds[test] for test in tests)
+    fitting = sum(seconds <= GRADED_S for seconds in took)
+    return tuple(tests[: min(most, max(least, fitting))])
 
 
 def short_names(tests: Sequence[str]) -> dict[str, str]:
@@ -170,7 +179,7 @@ def protected(project: Project) -> tuple[str, ...]:
 
 
 def instruction(candidate: Candidate, shown: Sequence[str], baseline: Baseline) -> str:
-    """What the policy is told. Raises `ConfigError` if it gave the fix away."""
+    """What the policy is told. Raises `Rejected` if it gave the fix away."""
     project = candidate.project
     messages = {f.test: f.message for f in candidate.failures}
     about = f" ({project.summary.rstrip('.')})" if project.summary else ""
@@ -197,7 +206,7 @@ def instruction(candidate: Candidate, shown: Sequence[str], baseline: Baseline) 
     text = "\n".join(lines)
     for leak in leaks(candidate):
         if leak in text:
-            raise ConfigError(f"The instruction of {candidate.name} holds the fix: {leak!r}.")
+            raise Rejected("leaks_fix", f"The instruction of {candidate.name} holds the fix: {leak!r}.")
     return text
 
 
@@ -249,7 +258,7 @@ def difficulty(candidate: Candidate, baseline: Baseline) -> float:
 def solve_script(edits: Sequence[Edit]) -> str:
     """A script that turns the edits back, or stops where the file does not hold what they put there."""
     back = []
-    for path, own in groupby(sorted(edits, key=lambda e: (e.path, e.start)), key=lambda e: e.path):
+    for path, own in itertools.groupby(sorted(edits, key=lambda e: (e.path, e.start)), key=lambda e: e.path):
         back.append((path, [(e.start, e.old, e.new) for e in inverse(tuple(own))]))
     return (
         "#!/bin/bash\nset -eu\npython3 - <<'SOLUTION'\nfrom pathlib import Path\n\n"

@@ -155,7 +155,9 @@ def fetch(spec: str, work: Path, *, runner: Path, extra: Sequence[str] = ()) -> 
         requirements=installed,
     )
     shutil.rmtree(work / "download", ignore_errors=True)
-    done.write_text(json.dumps({**asdict(project), "tree": ""}), encoding="utf-8")
+    written = done.with_suffix(".part")
+    written.write_text(json.dumps({**asdict(project), "tree": ""}), encoding="utf-8")
+    written.replace(done)
     return project
 
 

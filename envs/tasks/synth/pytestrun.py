@@ -41,6 +41,7 @@ REPORT_FD = 3
 MESSAGE_CHARS = 300
 RESULT_LIMIT = 64 * 1024 * 1024
 TRACED_CALLS = 50
+TRACED_EVENTS = 200_000
 ADDRESS_BYTES = 640 * 1024 * 1024
 """Of a child: a mutant that takes all memory gets a `MemoryError` instead of ending its neighbours."""
 WAITS = 10
@@ -56,6 +57,16 @@ QUIET = (
     *(f"-pno:{name}" for name in ("cacheprovider", "junitxml", "pastebin", "faulthandler", "setupplan")),
     *(f"-pno:{name}" for name in ("unraisableexception", "threadexception", "stepwise", "setuponly")),
 )
+
+
+def spent() -> float:
+    """CPU seconds of this process and of the children that it waited for."""
+    mine = os.times()
+    return mine.user + mine.system + mine.children_user + mine.children_system
+
+
+def too_slow(signum: int, frame: object) -> None:
+    raise TooSlow("the test takes too long")
 
 
 class Override:
@@ -100,13 +111,15 @@ def visible(path: str, prefix: str) -> str | None:
 
 class Tracer:
     """Lines of the project's files that a test executes, by file relative to the app. Of a function that a
-    test calls more than `TRACED_CALLS` times, the later calls are not looked at: tracing costs tenfold."""
+    test calls more than `TRACED_CALLS` times, the later calls are not looked at, and of a test nothing after
+    `TRACED_EVENTS`: tracing costs tenfold."""
 
     def __init__(self, app: str) -> None:
         self.prefix = app + "/"
         self.names: dict[str, str | None] = {}
         self.lines: dict[str, set[int]] = {}
         self.calls: dict[types.CodeType, int] = {}
+        self.left = 0
 
     def wanted(self, path: str) -> str | None:
         if path not in self.names:
@@ -115,6 +128,7 @@ class Tracer:
 
     def enter(self, frame: types.FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
+        self.spend()
         name = self.wanted(code.co_filename)
         calls = self.calls[code] = self.calls.get(code, 0) + 1
         if name is None or calls > TRACED_CALLS:
@@ -124,13 +138,19 @@ class Tracer:
 
         def line(frame: types.FrameType, event: str, arg: Any) -> Any:
             if event == "line":
+                self.spend()
                 add(frame.f_lineno)
             return line
 
         return line
 
+    def spend(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            sys.settrace(None)
+
     def start(self) -> None:
-        self.lines, self.calls = {}, {}
+        self.lines, self.calls, self.left = {}, {}, TRACED_EVENTS
         threading.settrace(self.enter)
         sys.settrace(self.enter)
 
@@ -140,8 +160,16 @@ class Tracer:
         return {name: sorted(lines) for name, lines in self.lines.items()}
 
 
+class TooSlow(BaseException):
+    """A test took more CPU time than a test may; no `except Exception` of the project catches it."""
+
+
 class Plugin:
-    """Which tests run, in which order, and how each one ended."""
+    """Which tests run, in which order, and how each one ended and what it cost: `[CPU, clock]` seconds.
+
+    A test that takes more than `test_s` of a CPU is ended, and after `suite_s` no further one begins; zero is
+    no limit. What was not begun has no outcome.
+    """
 
     def __init__(
         self,
@@ -151,6 +179,8 @@ class Plugin:
         tracer: Tracer | None,
         canaries: Canaries | None,
         backwards: bool,
+        test_s: float,
+        suite_s: float,
     ) -> None:
         self.root = root
         self.app = app
@@ -158,8 +188,11 @@ class Plugin:
         self.tracer = tracer
         self.canaries = canaries
         self.backwards = backwards
+        self.test_s = test_s
+        self.suite_s = suite_s
+        self.began = (0.0, 0.0)
         self.outcomes: dict[str, list[Any]] = {}
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, tuple[float, float]] = {}
         self.lines: dict[str, dict[str, list[int]]] = {}
         self.broken: dict[str, str] = {}
 
@@ -178,17 +211,33 @@ class Plugin:
             text = crash.message if crash is not None else str(report.longrepr).strip().split("\n")[-1]
             self.broken[report.nodeid] = text.removeprefix("E").strip()[:MESSAGE_CHARS]
 
+    def pytest_sessionstart(self, session: Any) -> None:
+        self.session = session
+
     def pytest_runtest_logstart(self) -> None:
+        self.began = (spent(), time.monotonic())
         if self.tracer is not None:
             self.tracer.start()
+
+    def pytest_runtest_call(self) -> Any:
+        if self.test_s:
+            signal.signal(signal.SIGPROF, too_slow)
+            signal.setitimer(signal.ITIMER_PROF, self.test_s, self.test_s)
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         if self.tracer is not None:
             self.lines[nodeid] = self.tracer.stop()
+        used = spent()
+        self.seconds[nodeid] = (used - self.began[0], time.monotonic() - self.began[1])
+        if self.suite_s and used > self.suite_s:
+            self.session.shouldstop = "the suite's time is up"
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         name = item.nodeid
-        self.seconds[name] = self.seconds.get(name, 0.0) + call.duration
         if call.excinfo is None:
             return
         error = call.excinfo.value
@@ -262,6 +311,8 @@ def run(
     tracer: Tracer | None = None,
     canaries: bool = False,
     backwards: bool = False,
+    test_s: float = 0.0,
+    suite_s: float = 0.0,
 ) -> Plugin:
     """Run tests of `files`, those `wanted` or all; `files` and `suite` (what else belongs to the tests) are
     relative to `root`. Returns a `Plugin` with the outcomes."""
@@ -272,7 +323,8 @@ def run(
     pytest = importlib.import_module("pytest")
     Override([os.path.join(root, name) for name in suite], rewriter, contents or {})
     drawn = Canaries() if canaries else None
-    plugin = Plugin(root, app, wanted, tracer, drawn, backwards)
+    pytest.hookimpl(wrapper=True)(Plugin.pytest_runtest_call)
+    plugin = Plugin(root, app, wanted, tracer, drawn, backwards, test_s, suite_s)
     arguments = [*QUIET, f"--rootdir={root}", f"--confcutdir={root}"]
     places = [os.path.join(root, name) for name in files] + ([drawn.path] if drawn else [])
     pytest.main([*arguments, *places], plugins=[plugin])
@@ -426,7 +478,9 @@ def main() -> None:
 
     def baseline() -> dict[str, Any]:
         tracer = Tracer(app) if order["trace"] else None
-        plugin = run(root, app, order["files"], tracer=tracer, backwards=order["backwards"], **common)
+        limits = {"test_s": order["test_s"], "suite_s": order["suite_s"]}
+        which = {"wanted": order["wanted"], "backwards": order["backwards"]}
+        plugin = run(root, app, order["files"], tracer=tracer, **limits, **which, **common)
         return answer(plugin)
 
     def mutant(job: dict[str, Any]) -> dict[str, Any]:
