@@ -2,7 +2,8 @@
 
 A scheduler (systemd, Kubernetes) ends a process with SIGTERM; here that is the same as Ctrl-C: attempts
 are cancelled, sandboxes end, what is finished is kept, and the run can be resumed. A second signal ends it
-at once.
+at once. A shell starts what a script puts into the background with SIGINT ignored; a run listens all the
+same, since what is ignored could not be passed on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ def _term_is_interrupt() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, interrupt)
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, before)

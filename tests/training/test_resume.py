@@ -86,6 +86,25 @@ def test_a_run_killed_in_the_middle_of_training_resumes_without_losing_or_repeat
         assert len(members) == 2 * UPDATES
 
 
+def test_sigterm_stops_a_run_that_a_script_put_into_the_background(tmp_path: Path) -> None:
+    """Such a process has SIGINT ignored from its start."""
+    folder = tmp_path / "run"
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN_FILE.format(folder=folder, updates=UPDATES))
+    command = f"trap '' INT; exec {sys.executable} -m agentrl.cli.main train {run_file}"
+    stopped = subprocess.Popen(
+        ["sh", "-c", command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    try:
+        _until(lambda: _count(folder, "tasks") >= 1, stopped, seconds=120)
+        stopped.terminate()
+        _, told = stopped.communicate(timeout=60)
+    finally:
+        stopped.kill()
+    assert stopped.returncode == 130
+    assert "--resume" in told
+
+
 def _until(condition, victim: subprocess.Popen, *, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
