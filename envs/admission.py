@@ -1,11 +1,11 @@
 """A task and a backend to an `Admission`: proof that the task can be graded there, or why it is quarantined.
 
-Full: the solution passes and the untouched workspace fails, each several times, every time, and well within
-the verifier's deadline; then a battery of known exploits is laid over the broken workspace, and none may earn
-a reward. An exploit of which nothing survives the task's protected paths is the empty attempt, which was seen
-to fail, and is not run again. Light, for generated suites whose generator is known to make valid tasks: one
-run each and no battery; the record says so. Nothing here trusts a message of the sandbox: the verifier that
-grades policies decides what passes.
+Full: the solution passes and the untouched workspace fails, each several times, every time, and needs no more
+time, however busy this machine is, than leaves something to spare of the verifier's deadline; then a battery
+of known exploits is laid over the broken workspace, and none may earn a reward. An exploit of which nothing
+survives the task's protected paths is the empty attempt, which was seen to fail, and is not run again. Light,
+for generated suites whose generator is known to make valid tasks: one run each and no battery; the record
+says so. Nothing here trusts a message of the sandbox: the verifier that grades policies decides what passes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CREATE_DEADLINE_S = 120.0
 LINKED_FILES = 4
 """Hidden files that links are tried to."""
 DEADLINE_SHARE = 0.8
-"""A verification that takes a larger share of the verifier's deadline will some day not make it."""
+"""A verification that needs a larger share of the verifier's deadline will some day not make it."""
 
 _PRINT_AND_EXIT = """\
 import os, sys
@@ -228,28 +228,32 @@ async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool =
     reasons: list[str] = []
     tried: list[str] = []
     runtimes: list[float] = []
+    costs: list[grading.Cost] = []
     try:
         gold = await _solution(task, backend, image)
         for number in range(repeats):
             for label, changes, wanted in (("solution", gold, True), ("empty", (), False)):
                 begun, timed = time.monotonic(), _Timed(backend)
-                passed, why = await _passes(task, timed, image, changes, f"admit-{label}-{number}")
+                passed, why, cost = await _passes(task, timed, image, changes, f"admit-{label}-{number}")
+                costs += [cost] if cost is not None else []
                 runtimes.append(time.monotonic() - begun - timed.creating_s)
                 if passed is not wanted:
                     reasons.append(
                         f"{label}: {'passes' if passed else 'does not pass'} in run {number + 1}: {why}"
                     )
-        if not reasons and max(runtimes) > DEADLINE_SHARE * task.grader.timeout_s:
+        if not reasons and needed_s(costs) > DEADLINE_SHARE * task.grader.timeout_s:
             reasons.append(
-                f"deadline: a verification took {max(runtimes):.1f} s of {task.grader.timeout_s:g} s;"
-                f" set verifier.timeout_sec to {math.ceil(max(runtimes) / DEADLINE_SHARE)} or more"
+                f"deadline: a verification needs {needed_s(costs):.1f} s of {task.grader.timeout_s:g} s;"
+                f" set verifier.timeout_sec to {math.ceil(needed_s(costs) / DEADLINE_SHARE)} or more"
             )
         if not light and not reasons:
             for attack in (*attacks(task), *linked_answers(task, gold)):
                 if not grading.gradable(attack.changes, task.grader.protected_paths)[0]:
                     tried.append(attack.name)
                     continue
-                passed, _ = await _passes(task, backend, image, attack.changes, f"admit-attack-{attack.name}")
+                passed, _, _ = await _passes(
+                    task, backend, image, attack.changes, f"admit-attack-{attack.name}"
+                )
                 if passed:
                     reasons.append(f"exploit {attack.name}: earns a reward")
                 else:
@@ -268,6 +272,7 @@ async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool =
         repeats=repeats,
         reasons=tuple(reasons),
         attacks=tuple(tried),
+        needed_s=round(needed_s(costs), 3),
         runtime_s=round(max(runtimes, default=time.monotonic() - started), 3),
         runtimes_s=tuple(round(seconds, 3) for seconds in sorted(runtimes)),
         admitted_at=time.time(),
@@ -328,10 +333,20 @@ async def admit_suite(
     return tuple(await asyncio.gather(*(one(task) for task in tasks)))
 
 
+def needed_s(costs: Sequence[grading.Cost]) -> float:
+    """Seconds that a verification needs on a machine with nothing else to do, by several on one that may be
+    busy: the most CPU time of any, or the shortest by the clock where it waits for something else. Waiting
+    for a CPU is no need."""
+    if not costs:
+        return 0.0
+    return max(max(c.cpu_s for c in costs), min(c.clock_s - c.queued_s for c in costs))
+
+
 async def _passes(
     task: Task, backend: Backend, image: str, changes: tuple[FileChange, ...], session: str
-) -> tuple[bool, str]:
-    """Whether a diff earns the full reward, and what was seen. An unscored attempt earned nothing."""
+) -> tuple[bool, str, grading.Cost | None]:
+    """Whether a diff earns the full reward, what was seen, and what judging took when there is a verdict. An
+    unscored attempt earned nothing."""
     kept, _ = grading.gradable(changes, task.grader.protected_paths)
     try:
         judged = await grading.verify(task, backend, image=image, changes=kept, session=session)
@@ -343,14 +358,15 @@ async def _passes(
             "script_leftovers",
             "reward_file",
         ):
-            return False, error.message
+            return False, error.message, None
         raise
     except BoundaryError as error:
         if error.code != "verifier_killed":
             raise
-        return False, error.message
+        return False, error.message, None
     failing = [f"{t.name} {t.outcome} {t.message}".strip() for t in judged.tests if t.outcome != "passed"]
-    return judged.passed and judged.fault is None, "; ".join(failing[:3]) or f"reward {judged.reward:g}"
+    why = "; ".join(failing[:3]) or f"reward {judged.reward:g}"
+    return judged.passed and judged.fault is None, why, judged.cost
 
 
 async def _solution(task: Task, backend: Backend, image: str) -> tuple[FileChange, ...]:

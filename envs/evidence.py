@@ -57,6 +57,8 @@ class Admission:
     """Longest verification seen, for deadlines and packing."""
     runtimes_s: tuple[float, ...] = ()
     """How long each verification of the solution and of the empty attempt took, the shortest first."""
+    needed_s: float = 0.0
+    """What a verification needs on a machine with nothing else to do; 0 where it was not measured."""
     admitted_at: float
 
 

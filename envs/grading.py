@@ -115,6 +115,17 @@ def gradable(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What judging took. `clock_s - queued_s` is what it would have taken on a machine with nothing else to
+    do, as far as the waiting for a CPU is known: it is of tests, not of scripts."""
+
+    clock_s: float
+    cpu_s: float
+    """Of the verifier's commands and of what they waited for."""
+    queued_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
     """What one run of the verifier proved."""
 
@@ -125,6 +136,12 @@ class Verified:
     evidence: tuple[Evidence, ...]
     flags: tuple[str, ...]
     fault: Fault | None = None
+
+    @property
+    def cost(self) -> Cost:
+        """What E9 says that the verifier took."""
+        facts = next(link.facts for link in self.evidence if link.key is EvidenceKey.E9_REWARD_FINITE)
+        return Cost(**{name: float(facts[name] or 0) for name in ("clock_s", "cpu_s", "queued_s")})
 
 
 async def grade(
@@ -330,6 +347,16 @@ def _fresh(witness: Witness, changes: tuple[FileChange, ...]) -> Evidence:
     )
 
 
+def _finite(started: float, *, cpu_ms: float, queued_ms: float = 0.0, **facts: JsonScalar) -> Evidence:
+    """E9, with what the verifier took since `started`."""
+    took = {
+        "clock_s": round(time.monotonic() - started, 4),
+        "cpu_s": round(cpu_ms / 1000, 4),
+        "queued_s": round(queued_ms / 1000, 4),
+    }
+    return Evidence(key=EvidenceKey.E9_REWARD_FINITE, holds=True, facts={**facts, **took})
+
+
 def _environment(code: str, message: str, **evidence: JsonScalar) -> SandboxError:
     return SandboxError(f"Verifier: {message}", code=code, phase="verify", evidence=evidence)
 
@@ -384,9 +411,8 @@ async def _by_tests(task: Task, witness: Witness, files: dict[str, str], session
             "report": hashlib.sha256(result.report or b"").hexdigest(),
         },
     )
-    e9 = Evidence(
-        key=EvidenceKey.E9_REWARD_FINITE, holds=True, facts={"verify_s": round(time.monotonic() - started, 4)}
-    )
+    queued_ms = sum(max(0.0, seen.queued_ms) for seen in report.files)
+    e9 = _finite(started, cpu_ms=result.cpu_ms, queued_ms=queued_ms)
     forged = report.canaries == "forged"
     return Verified(
         passed=passed,
@@ -488,9 +514,9 @@ async def _by_script(task: Task, witness: Witness, files: dict[str, str], sessio
     e8 = Evidence(
         key=EvidenceKey.E8_REPORT_COMPLETE,
         holds=True,
-        facts={"exit_code": 0, "canaries": "admission", "verify_s": round(time.monotonic() - started, 4)},
+        facts={"exit_code": 0, "canaries": "admission"},
     )
-    e9 = Evidence(key=EvidenceKey.E9_REWARD_FINITE, holds=True, facts={"stale": False})
+    e9 = _finite(started, cpu_ms=result.cpu_ms, stale=False)
     return Verified(
         passed=reward >= 1.0, reward=reward, components=components, tests=(), evidence=(e8, e9), flags=()
     )
@@ -509,9 +535,11 @@ async def _by_graders(
 ) -> Verified:
     """The weighted sum of what the task's graders say. One that can not judge leaves no reward at all."""
     started = time.monotonic()
+    spent: list[float] = []
 
     async def run(request: ExecRequest) -> ExecResult:
         result = await witness.exec(request)
+        spent.append(result.cpu_ms)
         await witness.probe("verify")
         if result.status is ExecStatus.OOM or witness.oom_kills():
             raise _environment("verifier_oom", "something was killed for memory.")
@@ -520,6 +548,7 @@ async def _by_graders(
     async def run_tests(fails: tuple[str, ...], passes: tuple[str, ...]) -> TestsSeen:
         named = replace(task, grader=replace(task.grader, fail_to_pass=fails, pass_to_pass=passes))
         seen = await _by_tests(named, witness, files, session)
+        spent.append(1000 * seen.cost.cpu_s)
         e8 = next(link for link in seen.evidence if link.key is EvidenceKey.E8_REPORT_COMPLETE)
         return TestsSeen(
             passed=seen.passed,
@@ -561,11 +590,7 @@ async def _by_graders(
         tests=tuple(test for each in said.values() for test in each.tests),
         evidence=(
             Evidence(key=EvidenceKey.E8_REPORT_COMPLETE, holds=fault is None, facts=facts),
-            Evidence(
-                key=EvidenceKey.E9_REWARD_FINITE,
-                holds=True,
-                facts={"graders": len(said), "verify_s": round(time.monotonic() - started, 4)},
-            ),
+            _finite(started, cpu_ms=sum(spent), graders=len(said)),
         ),
         flags=("verifier_untrusted",) if fault is not None else (),
         fault=fault,

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from faulty_backend import HIDDEN, Faults, FaultyBackend, small_task
 
 from agentrl.errors import SandboxLost
 from agentrl.types import Task
-from envs.admission import admit, attacks
+from envs.admission import admit, attacks, needed_s
 from envs.evidence import Admission
+from envs.grading import Cost
 from envs.tasks.package import load_task
 
 
@@ -134,6 +136,34 @@ def test_a_failing_backend_is_not_the_tasks_fault(task: Task) -> None:
 
     with pytest.raises(SandboxLost):
         admitted(task, Faults(before=lose))
+
+
+@pytest.mark.parametrize(
+    ("costs", "needed"),
+    [
+        ([(50.0, 1.0, 49.0), (45.0, 2.0, 41.0)], 2.0),  # busy: nearly all of it was waiting for a CPU
+        ([(50.0, 1.0, 0.0), (3.0, 2.0, 0.5)], 2.5),  # one run was held up by something that is not known
+        ([(31.0, 0.5, 1.0), (40.0, 0.6, 10.0)], 30.0),  # it sleeps for half a minute every time
+        ([], 0.0),
+    ],
+)
+def test_what_a_verification_needs_does_not_depend_on_how_busy_the_machine_is(
+    costs: list[tuple[float, float, float]], needed: float
+) -> None:
+    seen = [Cost(clock_s=clock, cpu_s=cpu, queued_s=queued) for clock, cpu, queued in costs]
+    assert needed_s(seen) == needed
+
+
+@pytest.mark.parametrize(("cpu_ms", "reasons"), [(7900.0, 0), (8100.0, 1)])
+def test_a_deadline_must_leave_something_to_spare_of_the_time_that_is_needed(
+    task: Task, cpu_ms: float, reasons: int
+) -> None:
+    assert task.grader.timeout_s == 10
+    costly = Faults(where="admit", result=lambda result: replace(result, cpu_ms=cpu_ms))
+    admission = admitted(task, costly, light=True)
+    assert admission.needed_s == cpu_ms / 1000
+    assert len(admission.reasons) == reasons
+    assert all("set verifier.timeout_sec to 11 or more" in reason for reason in admission.reasons)
 
 
 def test_the_time_in_which_a_sandbox_is_made_is_no_time_of_the_verifiers(
