@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from dataclasses import fields
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -85,7 +86,7 @@ def content_hash(*parts: bytes) -> str:
 
 def token_hash(ids: tuple[int, ...]) -> str:
     """sha256 of a token sequence (32-bit little-endian ids), in hex: what a prompt is compared by."""
-    return hashlib.sha256(b"".join(i.to_bytes(4, "little") for i in ids)).hexdigest()
+    return hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------- tasks

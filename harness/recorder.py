@@ -50,6 +50,7 @@ class Recorder:
         self._vocab_size = vocab_size
         self._require_log_probs = require_log_probs
         self._calls: dict[str, ModelCall] = {}
+        self._generated = 0
 
     @property
     def calls(self) -> tuple[ModelCall, ...]:
@@ -57,7 +58,8 @@ class Recorder:
 
     @property
     def generated_tokens(self) -> int:
-        return sum(len(call.generation_token_ids) for call in self._calls.values())
+        """Of all calls."""
+        return self._generated
 
     def record(self, prompt: Prompt, request: SampleRequest, result: SampleResult, *, view: str) -> ModelCall:
         """The call's record; its id is the request's.
@@ -114,8 +116,9 @@ class Recorder:
                 raise EvidenceError(f"request {request.id} was answered twice, differently.")
             return known
         self._calls[call.id] = call
-        phantom = next((i for i, t in enumerate(result.token_ids) if t >= self._vocab_size), None)
-        if phantom is not None:
+        self._generated += len(call.generation_token_ids)
+        if max(result.token_ids) >= self._vocab_size:
+            phantom = next(i for i, t in enumerate(result.token_ids) if t >= self._vocab_size)
             raise _refused(
                 "phantom_token",
                 f"id {result.token_ids[phantom]} was sampled, the tokenizer has {self._vocab_size}",

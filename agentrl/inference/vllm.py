@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import random
 import time
@@ -32,10 +33,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import httpx
-
 from agentrl.errors import ConfigError, ModelError
 from agentrl.inference import vllm_wire as wire
+from agentrl.inference.connections import Connections, NotConnected, Reply, TransportError
 from agentrl.inference.resume import sample_whole
 from agentrl.inference.sampler import SampleRequest, SampleResult
 from agentrl.inference.states import EngineState, moved, refused
@@ -128,13 +128,7 @@ class VllmSampler:
         self._replicas = [Replica(url=url.rstrip("/")) for url in urls]
         self._seeds = seeds
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.AsyncClient(
-            headers=headers,
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_ALIVE_S
-            ),
-        )
+        self._http = Connections(headers=headers, connect_s=CONNECT_S, keep_s=KEEP_ALIVE_S)
         self._homes: dict[str, Replica] = {}
         self._labels: dict[str, int] | None = None
         self._version: int | None = None
@@ -318,7 +312,7 @@ class VllmSampler:
         for task in ending:
             task.cancel()
         await asyncio.gather(*self._reviving, return_exceptions=True)
-        await self._http.aclose()
+        await self._http.close()
 
     def _refuse(self, request: SampleRequest) -> None:
         if self._state is EngineState.CLOSED:
@@ -349,11 +343,11 @@ class VllmSampler:
             self.counts.tries += 1
             try:
                 return await self._one(replica, request)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            except NotConnected as error:
                 # Nothing was asked yet: it costs no try.
                 notes.append(f"{replica.url}: {_name(error)}")
                 self._down(replica, _name(error))
-            except (httpx.TransportError, _Lost) as error:
+            except (TransportError, _Lost) as error:
                 notes.append(f"{replica.url}: {_name(error)}")
                 lost += 1
                 if lost >= MAX_LOST:
@@ -364,7 +358,7 @@ class VllmSampler:
                         phase="sample",
                         evidence={"request": request.id, "tries": lost},
                     ) from error
-                if isinstance(error, httpx.TransportError):
+                if isinstance(error, TransportError):
                     self._down(replica, _name(error))
                 await asyncio.sleep(random.uniform(0.5, 1.0) * min(5.0, 0.1 * 2**lost))
             finally:
@@ -380,13 +374,13 @@ class VllmSampler:
             salt=None if self._labels is None else self._label,
         )
         started_at = time.time()
-        response = await self._http.post(replica.url + wire.GENERATE, json=fields)
-        if response.status_code in wire.RETRIED_STATUS:
-            said = f"{response.status_code} {_message(response)}"
-            if response.status_code >= 500 and response.status_code != 503:
+        response = await self._http.post(replica.url + wire.GENERATE, fields)
+        if response.status in wire.RETRIED_STATUS:
+            said = f"{response.status} {_message(response)}"
+            if response.status >= 500 and response.status != 503:
                 self._down(replica, said)
             raise _Lost(said)
-        if response.status_code != 200:
+        if response.status != 200:
             raise _refused_by(replica, request, response)
         try:
             answer = _json(response)
@@ -487,19 +481,19 @@ class VllmSampler:
                 await self._greet(replica)
                 self._tell()
                 return
-            except (httpx.TransportError, ModelError) as error:
+            except (TransportError, ModelError) as error:
                 replica.why_down = _name(error)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, REVIVE_S[1])
 
     async def _greet(self, replica: Replica) -> None:
         """Ask a server what it is, give it the present weights if it has others, and use it."""
-        response = await self._http.get(replica.url + "/v1/models", timeout=CONTROL_S)
-        if response.status_code in (401, 403):
+        response = await self._http.get(replica.url + "/v1/models", deadline_s=CONTROL_S)
+        if response.status in (401, 403):
             raise ConfigError(
                 f"{replica.url} refuses the key: {_message(response)}", fix="Set AGENTRL_SERVER_KEY."
             )
-        if response.status_code != 200:
+        if response.status != 200:
             raise _server_error(replica, "/v1/models", response)
         try:
             served = _json(response)["data"][0]
@@ -529,13 +523,13 @@ class VllmSampler:
 
     async def _left_paused(self, replica: Replica) -> bool:
         """Whether somebody who is gone paused it. Servers without development endpoints can not be paused."""
-        response = await self._http.get(replica.url + "/is_paused", timeout=CONTROL_S)
-        return response.status_code == 200 and bool(_json(response).get("is_paused"))
+        response = await self._http.get(replica.url + "/is_paused", deadline_s=CONTROL_S)
+        return response.status == 200 and bool(_json(response).get("is_paused"))
 
     async def _label_of(self, replica: Replica) -> str:
         """Label of a server's weights; a server without development endpoints has none."""
-        response = await self._http.get(replica.url + "/weight_info", timeout=CONTROL_S)
-        if response.status_code != 200:
+        response = await self._http.get(replica.url + "/weight_info", deadline_s=CONTROL_S)
+        if response.status != 200:
             return wire.UNVERSIONED
         return str(_json(response).get("weight_version", wire.UNVERSIONED))
 
@@ -707,7 +701,7 @@ class VllmSampler:
                 continue
             try:
                 await self._load(replica, self._location or replica.root, label, deadline_s)
-            except (ModelError, httpx.TransportError) as error:
+            except (ModelError, TransportError) as error:
                 self._down(replica, f"its weights are lost: {_name(error)}")
 
     async def _bring_current(self, replica: Replica) -> None:
@@ -753,7 +747,7 @@ class VllmSampler:
         reached: list[Replica] = []
         failed: BaseException | None = None
         for replica, outcome in zip(replicas, outcomes, strict=True):
-            if isinstance(outcome, httpx.TransportError):
+            if isinstance(outcome, TransportError):
                 self._down(replica, f"{what}: {_name(outcome)}")
             elif isinstance(outcome, BaseException):
                 failed = failed or outcome
@@ -773,11 +767,11 @@ class VllmSampler:
         *,
         deadline_s: float = CONTROL_S,
     ) -> dict[str, Any]:
-        """A small request. Raises `httpx.TransportError`, or `ModelError`: `refused`, `update`,
+        """A small request. Raises `TransportError`, or `ModelError`: `refused`, `update`,
         `deadline`."""
         try:
             async with asyncio.timeout(deadline_s):
-                response = await self._http.post(replica.url + path, json={} if fields is None else fields)
+                response = await self._http.post(replica.url + path, {} if fields is None else fields)
         except TimeoutError as error:
             raise ModelError(
                 f"waiting for {replica.url}{path} since {deadline_s:.0f} s.",
@@ -785,7 +779,7 @@ class VllmSampler:
                 code="deadline",
                 phase="update",
             ) from error
-        if response.status_code != 200:
+        if response.status != 200:
             raise _server_error(replica, path, response)
         return _json(response)
 
@@ -793,12 +787,12 @@ class VllmSampler:
 # --------------------------------------------------------------------------------------------------- pieces
 
 
-def _json(response: httpx.Response) -> dict[str, Any]:
+def _json(response: Reply) -> dict[str, Any]:
     """The object in an answer; an empty body is an empty object."""
     if not response.content:
         return {}
     try:
-        found = response.json()
+        found = json.loads(response.content)
     except ValueError as error:
         raise ModelError(
             f"{response.url} answered {len(response.content)} bytes that are no JSON.",
@@ -809,10 +803,10 @@ def _json(response: httpx.Response) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"value": found}
 
 
-def _message(response: httpx.Response) -> str:
+def _message(response: Reply) -> str:
     """What a server says about an error, in one line."""
     try:
-        found = response.json()
+        found = json.loads(response.content)
     except ValueError:
         return response.text[:200].replace("\n", " ")
     error = found.get("error", found) if isinstance(found, dict) else found
@@ -824,11 +818,11 @@ def _name(error: Exception) -> str:
     return text if isinstance(error, _Lost | ModelError) else f"{type(error).__name__} {text}".strip()
 
 
-def _server_error(replica: Replica, path: str, response: httpx.Response) -> ModelError:
-    client = 400 <= response.status_code < 500
+def _server_error(replica: Replica, path: str, response: Reply) -> ModelError:
+    client = 400 <= response.status < 500
     missing = "Start vLLM with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and the worker extension."
     return ModelError(
-        f"{replica.url}{path} answered {response.status_code}: {_message(response)}",
+        f"{replica.url}{path} answered {response.status}: {_message(response)}",
         fix=missing if client else "Look at the server's log.",
         code="refused" if client else "update",
         phase="update",
@@ -836,12 +830,12 @@ def _server_error(replica: Replica, path: str, response: httpx.Response) -> Mode
     )
 
 
-def _refused_by(replica: Replica, request: SampleRequest, response: httpx.Response) -> ModelError:
+def _refused_by(replica: Replica, request: SampleRequest, response: Reply) -> ModelError:
     return ModelError(
-        f"{request.id}: {replica.url} refused it with {response.status_code}: {_message(response)}",
+        f"{request.id}: {replica.url} refused it with {response.status}: {_message(response)}",
         fix="Use the tokenizer of the model that is served, and vLLM with --enable-scale-out.",
         code="refused",
         phase="sample",
         retryable=False,
-        evidence={"request": request.id, "status": response.status_code},
+        evidence={"request": request.id, "status": response.status},
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
 
 from agentrl.errors import ConfigError
 from agentrl.inference.sampler import Sampler
@@ -125,8 +126,8 @@ def serve(
 
         stopped: list[int] = []
         try:
-            with signals.noted(stopped):
-                asyncio.run(run_server())
+            with signals.noted(stopped), asyncio.Runner(loop_factory=auto_loop_factory()) as loop:
+                loop.run(run_server())
         finally:
             store.finish_run(run.id)
     if signal.SIGINT in stopped:

@@ -192,7 +192,7 @@ def test_a_deadline_says_what_was_waited_for_and_why() -> None:
             await sampler.sample(request(deadline_s=0.2))
         assert caught.value.code == "deadline"
         await server.stop()
-        with pytest.raises(ModelError, match=r"down \(ConnectError"):
+        with pytest.raises(ModelError, match=r"down \(NotConnected"):
             await sampler.sample(request(deadline_s=1.5))
 
     run(work)
@@ -315,7 +315,7 @@ def test_servers_are_waited_for_by_name_and_different_models_refused() -> None:
     async def nobody() -> None:
         server = await FakeVllm().start()
         await server.stop()
-        with pytest.raises(ModelError, match=r"waiting for http://127.* since 1\.5 s: ConnectError"):
+        with pytest.raises(ModelError, match=r"waiting for http://127.* since 1\.5 s: NotConnected"):
             await VllmSampler.connect([server.url], deadline_s=1.5)
 
     asyncio.run(nobody())

@@ -1,0 +1,91 @@
+"""HTTP to model servers: one pool of kept connections, JSON in, whole bodies out.
+
+Every sampled reply takes this path, so it is the client that costs least: on one machine 0.3 ms of processor
+time per request where httpx takes 1.0 ms. What can go wrong has two names: `NotConnected` (nothing was asked
+yet) and `ConnectionLost` (something was, and no usable answer came).
+
+Cancelling a request closes its connection, which is how a server learns that nobody waits any more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+
+class TransportError(Exception):
+    """No answer came over the wire."""
+
+
+class NotConnected(TransportError):
+    """No connection was made, so the server was asked nothing."""
+
+
+class ConnectionLost(TransportError):
+    """The connection ended, or stayed silent too long, after the request was on its way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An answer, whatever its status."""
+
+    url: str
+    status: int
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode("utf-8", "replace")
+
+
+class Connections:
+    """Made and used in one event loop.
+
+    Args:
+        headers: sent with every request.
+        connect_s: for one connection to be made.
+        keep_s: how long an idle connection is kept. Less than the servers do, so that requests are seldom
+            sent into one that closes.
+    """
+
+    def __init__(self, *, headers: Mapping[str, str], connect_s: float, keep_s: float) -> None:
+        self._connect_s = connect_s
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=keep_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=True,
+        )
+
+    async def post(self, url: str, fields: Mapping[str, Any]) -> Reply:
+        """Send an object. There is no deadline: whoever waits has one. Raises `TransportError`."""
+        body = json.dumps(fields, separators=(",", ":")).encode()
+        return await self._request("POST", url, body, None)
+
+    async def get(self, url: str, *, deadline_s: float) -> Reply:
+        """Ask for a page. Raises `TransportError`, also after the deadline."""
+        return await self._request("GET", url, None, deadline_s)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _request(self, method: str, url: str, body: bytes | None, deadline_s: float | None) -> Reply:
+        headers = None if body is None else {"content-type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=self._connect_s)
+        try:
+            async with self._session.request(
+                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                return Reply(url=url, status=response.status, content=await response.read())
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise NotConnected(str(error)) from error
+        except (aiohttp.ClientError, ConnectionError, aiohttp.ServerTimeoutError) as error:
+            raise ConnectionLost(str(error)) from error
+        except TimeoutError as error:
+            if deadline_s is None:
+                raise  # of whoever waits
+            raise ConnectionLost(f"no answer in {deadline_s:.0f} s") from error
