@@ -201,7 +201,9 @@ class Line:
         self._doubt = doubt
         self._idle_s = idle_s
         self._unreachable_s = unreachable_s
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(random.getrandbits(40))
+        """From anywhere: of another process's requests the agent may hold the beginning of one, by its
+        number."""
         self._pending: dict[int, _Pending] = {}
         self._wire: Wire | None = None
         self._inbox = Inbox()

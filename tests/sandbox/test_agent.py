@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import signal
@@ -180,6 +181,36 @@ def test_a_corrupt_upload_leaves_the_old_file(listening: Path, tmp_path: Path) -
     assert answer["error"]["kind"] == "corrupt"
     assert (tmp_path / "file").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["agent.sock", "file"]
+    client.close()
+
+
+def test_a_write_that_is_asked_for_again_is_done_and_needs_no_room(listening: Path, tmp_path: Path) -> None:
+    data = os.urandom(3 << 20)
+    wanted = {"op": "write", "path": "file", "mode": 0o644, "sha256": hashlib.sha256(data).hexdigest()}
+    client = connect(listening)
+    client.receive()
+
+    def written() -> int:
+        assert client.ask(data, **wanted)[0]["size"] == len(data)
+        assert (tmp_path / "file").read_bytes() == data
+        return (tmp_path / "file").lstat().st_ino
+
+    first = written()
+    os.utime(tmp_path / "file", (1, 1))
+    assert written() == first
+    assert (tmp_path / "file").stat().st_mtime > 1
+    (tmp_path / "file").chmod(0o600)
+    assert written() != first
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+    (tmp_path / "file").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    written()
+    os.rename(tmp_path / "file", tmp_path / "elsewhere")
+    (tmp_path / "file").symlink_to("elsewhere")
+    written()
+    assert not (tmp_path / "file").is_symlink()
+    os.link(tmp_path / "file", tmp_path / "second")
+    written()
+    assert (tmp_path / "file").stat().st_nlink == 1
     client.close()
 
 
