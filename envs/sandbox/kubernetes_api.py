@@ -1,11 +1,14 @@
 """The Kubernetes API as the backend needs it: raw JSON, one deadline and one named phase per request.
 
-Finding and refreshing credentials (kubeconfig files, exec plugins, a pod's own service account) and the HTTP
-connections are those of the `kubernetes_asyncio` client. Its typed models are not used: they cost more than
-the requests (kubernetes-client/python#2284).
+Finding and refreshing credentials (kubeconfig files, exec plugins, a pod's own service account) and the
+requests are those of the `kubernetes_asyncio` client. Its typed models are not used: they cost more than the
+requests (kubernetes-client/python#2284). The connections are of our own making, to know when they are closed:
+one that is given up (a watch, a request or an exec connection that was cut) waits for the server's goodbye,
+and a busy server lets it wait for half a minute.
 
 Invariants: a request ends by an answer, by `ApiRefused` (the server answered that it will not) or by
-`ApiUnknown` (no usable answer: what was asked may have happened, and the caller must look).
+`ApiUnknown` (no usable answer: what was asked may have happened, and the caller must look). After `close` no
+connection is open.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ import contextlib
 import json
 import os
 import random
+import socket
+import ssl
 import time
+import weakref
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +44,10 @@ CONNECT_DEADLINE_S = 20.0
 HEARTBEAT_S = 20.0
 """Between pings of an exec connection; one that does not answer is dropped."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
+GOODBYE_TURNS = 1000
+"""How many times the event loop is let on while connections end; each takes a few turns of it."""
+READ_BYTES = 2 << 20
+"""More than any object that the server stores, so that an event of a watch is one line."""
 
 Json = dict[str, Any]
 
@@ -97,6 +107,7 @@ class Cluster:
         self._client: ApiClient | None = None
         self._connecting = asyncio.Lock()
         self._refreshing: asyncio.Task[None] | None = None
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.inside = kubeconfig is None and (SERVICE_ACCOUNT / "token").is_file()
         """Whether this process is a pod of the cluster."""
         self.default_namespace = "default"
@@ -116,11 +127,27 @@ class Cluster:
                         phase="prepare",
                         retryable=False,
                     ) from error
-                configuration.connection_pool_maxsize = 0  # Bounded by who asks, not by connections.
                 if self._server is not None:
                     configuration.host = self._server
-                self._client = ApiClient(configuration)
+                client = ApiClient(configuration)
+                await client.rest_client.pool_manager.close()
+                client.rest_client.pool_manager = aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(
+                        limit=0,  # Bounded by who asks, not by connections.
+                        ssl=_credentials(configuration),
+                        socket_factory=self._socket,
+                    ),
+                    trust_env=True,
+                    read_bufsize=READ_BYTES,
+                )
+                self._client = client
         return self._client
+
+    def _socket(self, address: Any) -> socket.socket:
+        family, kind, protocol, _, _ = address
+        made = socket.socket(family, kind, protocol)
+        self._sockets.add(made)
+        return made
 
     async def _load(self, configuration: Configuration) -> None:
         if self.inside:
@@ -150,7 +177,13 @@ class Cluster:
         if self._client is not None:
             client, self._client = self._client, None
             await client.close()
-            await asyncio.sleep(0)  # The transports close in the next turn of the loop.
+            for given_up in self._sockets:
+                with contextlib.suppress(OSError):  # Closed, or about to be.
+                    given_up.shutdown(socket.SHUT_RDWR)
+            for _ in range(GOODBYE_TURNS):
+                if all(given_up.fileno() < 0 for given_up in self._sockets):
+                    break
+                await asyncio.sleep(0.001)
 
     # -- requests
 
@@ -305,6 +338,19 @@ class Cluster:
             _preload_content=False,
         )
         return response
+
+
+def _credentials(configuration: Configuration) -> ssl.SSLContext:
+    """What the configuration says of certificates, as the client itself understands it."""
+    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+    if configuration.cert_file:
+        context.load_cert_chain(configuration.cert_file, keyfile=configuration.key_file)
+    if not configuration.verify_ssl:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if getattr(configuration, "disable_strict_ssl_verification", False):
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return context
 
 
 def _refused(response: aiohttp.ClientResponse, data: bytes, phase: str) -> ApiRefused:

@@ -6,12 +6,18 @@ line of calls survives any sequence of dropped connections."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import hashlib
 import json
 import os
+import shutil
 import socket
+import ssl
 import struct
+import subprocess
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +31,7 @@ from agentrl.types import SandboxSpec
 from envs.sandbox import kubernetes_witness as witness
 from envs.sandbox.agent import Inbox, frames
 from envs.sandbox.kubernetes import _label, _version
-from envs.sandbox.kubernetes_api import ApiUnknown, Gone
+from envs.sandbox.kubernetes_api import ApiUnknown, Cluster, Gone
 from envs.sandbox.kubernetes_ends import end_of, start_problem, unschedulable
 from envs.sandbox.kubernetes_images import KubernetesImages
 from envs.sandbox.kubernetes_line import Dropped, Line, Received
@@ -334,6 +340,20 @@ def test_a_watch_that_lost_its_place_tells_what_happened_meanwhile() -> None:
     asyncio.run(check())
 
 
+def test_a_pod_that_is_gone_is_not_brought_back_by_an_answer_that_was_on_its_way() -> None:
+    pods = Pods(Server([], []), "/pods", "x")  # type: ignore[arg-type]
+    heard: list[str | None] = []
+    pods.listen("a", lambda now: heard.append(now and now["metadata"]["uid"]))
+    pods.note(pod({"phase": "Running"}, name="a", uid="1"))
+    pods.gone("a", "1")
+    pods.note(pod({"phase": "Running"}, name="a", uid="1"))
+    assert pods.get("a") is None
+    pods.note(pod({"phase": "Running"}, name="a", uid="2"))
+    pods.gone("a", "1")
+    assert pods.names() == ["a"]
+    assert heard == ["1", None, "2"]
+
+
 # ------------------------------------------------------------------------------------------------ the line
 
 
@@ -461,6 +481,61 @@ def test_another_witness_behind_the_same_name_is_another_sandbox() -> None:
         await line.finished()
 
     asyncio.run(check())
+
+
+# ------------------------------------------------------------------------------------------------ the server
+
+
+@contextlib.contextmanager
+def speechless(folder: Path) -> Iterator[str]:
+    """A kubeconfig of a server that begins an answer, and then neither speaks nor hangs up."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    words = f"openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -keyout {key} -out {certificate}"
+    subprocess.run(words, shell=True, check=True, capture_output=True, timeout=60)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"https://127.0.0.1:{listener.getsockname()[1]}"
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                plain, _ = listener.accept()
+                with context.wrap_socket(plain, server_side=True) as connection:
+                    connection.recv(65536)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+                    over.wait(60)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        config = {
+            "clusters": [{"name": "c", "cluster": {"server": address, "insecure-skip-tls-verify": True}}],
+            "users": [{"name": "u", "user": {"token": "t"}}],
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+            "current-context": "x",
+        }
+        (folder / "kubeconfig").write_text(json.dumps(config))
+        try:
+            yield str(folder / "kubeconfig")
+        finally:
+            over.set()
+            serving.join(60)
+
+
+def test_a_connection_that_was_given_up_is_closed_though_the_server_says_no_goodbye(tmp_path: Path) -> None:
+    async def check(kubeconfig: str) -> None:
+        cluster = Cluster(kubeconfig=kubeconfig)
+        with pytest.raises(ApiUnknown):
+            await cluster.call("GET", "/version", phase="test", deadline_s=2.0)
+        await cluster.close()
+
+    with speechless(tmp_path) as kubeconfig, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asyncio.run(check(kubeconfig))
+        gc.collect()
+    assert [str(warning.message) for warning in caught if warning.category is ResourceWarning] == []
 
 
 # ------------------------------------------------------------------------------------------------ the witness
