@@ -35,7 +35,7 @@ from envs.sandbox import agent, docker_init, kubernetes_fence, kubernetes_witnes
 from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
 from envs.sandbox.diff import DiffTooLarge, record
 from envs.sandbox.kubernetes_api import ApiRefused, ApiUnknown, Cluster, Json
-from envs.sandbox.kubernetes_ends import DELETED, WITNESS, end_of, image_ids, ready, start_problem
+from envs.sandbox.kubernetes_ends import DELETED, WITNESS, end_of, ended, image_ids, ready, start_problem
 from envs.sandbox.kubernetes_ends import unschedulable as why_unschedulable
 from envs.sandbox.kubernetes_images import Archive, KubernetesImages, Prepared
 from envs.sandbox.kubernetes_line import Dropped, ExecWire, Line, Received, Wire, dial_tcp
@@ -667,19 +667,26 @@ class KubernetesBackend:
             task.add_done_callback(lambda _: self._removals.pop(name, None))
 
     async def _remove(self, name: str, looks: int) -> None:
-        """`looks`: how often an absent pod may still come, from a create that was given up."""
+        """`looks`: how often an absent pod may still come, from a create that was given up.
+
+        A pod whose containers have all ended needs its kubelet no more, and is taken from the list without
+        it: the kubelet asks for that itself, but only every ten seconds, and if they ended before the
+        deletion, after it has collected its garbage, up to a minute later."""
         pause = 0.2
         while True:
+            over = ended(self.pods.get(name))
             try:
                 await self._cluster.call(
                     "DELETE",
                     f"{self._path('pods')}/{name}",
                     phase="delete",
                     deadline_s=TRY_S,
-                    params={"gracePeriodSeconds": "1", "propagationPolicy": "Background"},
+                    params={"gracePeriodSeconds": "0" if over else "1", "propagationPolicy": "Background"},
                 )
-                if await self._disappears(name):
+                if await self._disappears(name, over):
                     break
+                if not over and ended(self.pods.get(name)):
+                    continue
                 self._failed_removals.add(name)
             except ApiRefused as refused:
                 if refused.status == 404:
@@ -694,19 +701,19 @@ class KubernetesBackend:
             pause = min(2 * pause, 30.0)
         self._failed_removals.discard(name)
 
-    async def _disappears(self, name: str) -> bool:
-        """Wait, by the watch, until a deleted pod is gone."""
-        gone = asyncio.Event()
+    async def _disappears(self, name: str, over: bool) -> bool:
+        """Wait, by the watch, until a deleted pod is gone; or, unless it was `over` before, has ended."""
+        heard = asyncio.Event()
         pods = self.pods
         if pods.get(name) is None:
             await _quiet(self._look_at(name))
         if pods.get(name) is None:
             return True
-        pods.listen(name, lambda now: gone.set() if now is None else None)
+        pods.listen(name, lambda now: heard.set() if now is None or (ended(now) and not over) else None)
         try:
             async with asyncio.timeout(GONE_S):
-                await gone.wait()
-            return True
+                await heard.wait()
+            return pods.get(name) is None
         except TimeoutError:
             await _quiet(self._look_at(name))
             return pods.get(name) is None

@@ -89,6 +89,11 @@ def ready(pod: dict[str, Any]) -> bool:
     )
 
 
+def ended(pod: dict[str, Any] | None) -> bool:
+    """None of its containers runs, or will run again."""
+    return pod is not None and pod["status"].get("phase") in ("Succeeded", "Failed")
+
+
 def image_ids(pod: dict[str, Any]) -> set[str]:
     """What the nodes say that the containers were started from."""
     return {c["imageID"] for c in _containers(pod).values() if c.get("imageID")}

@@ -25,6 +25,8 @@ SILENCE_S = 90.0
 LIST_DEADLINE_S = 20.0
 PAGE = 500
 MAX_PAUSE_S = 5.0
+KEPT_GONE = 4096
+"""Pods that are known to be gone, so that an answer that was on its way does not bring them back."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,8 @@ class Pods:
         self._silence_s = silence_s
         self._listeners: dict[str, Listener] = {}
         self._known: dict[str, dict[str, Any]] = {}
+        self._gone: dict[str, None] = {}
+        """By uid, oldest first."""
         self._version = ""
         self._task: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -86,12 +90,23 @@ class Pods:
     def note(self, pod: dict[str, Any]) -> None:
         """What an answer of the server said of a pod."""
         name = pod["metadata"]["name"]
+        if pod["metadata"].get("uid") in self._gone:
+            return
         self._known[name] = pod
         listener = self._listeners.get(name)
         if listener is not None:
             listener(pod)
 
-    def gone(self, name: str) -> None:
+    def gone(self, name: str, uid: str | None = None) -> None:
+        """`uid`: of the pod that is gone; else it is the one that was known by the name."""
+        known = self._known.get(name)
+        uid = uid or (None if known is None else known["metadata"].get("uid"))
+        if uid is not None:
+            self._gone[uid] = None
+            if len(self._gone) > KEPT_GONE:
+                del self._gone[next(iter(self._gone))]
+        if known is not None and known["metadata"].get("uid") not in (uid, None):
+            return  # Another pod has its name by now.
         self._known.pop(name, None)
         listener = self._listeners.get(name)
         if listener is not None:
@@ -155,6 +170,6 @@ class Pods:
                 self.counts.events += 1
                 self._version = str(pod["metadata"]["resourceVersion"])
                 if event["type"] == "DELETED":
-                    self.gone(pod["metadata"]["name"])
+                    self.gone(pod["metadata"]["name"], pod["metadata"].get("uid"))
                 elif event["type"] in ("ADDED", "MODIFIED"):
                     self.note(pod)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import pytest
-from clusters import backends_in, kill_agent, namespace, pods_in, wait_until
+from clusters import backends_in, kill_agent, namespace, pods_in
 
 from agentrl.types import SandboxSpec
 from envs.sandbox.conformance import KINDS, Case, Kind
@@ -70,7 +70,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Case, as
         with asyncio.Runner() as runner:
             yield Case(backend, folder, kill_agent), runner
             runner.run(backend.close())
-        wait_until(lambda: pods_in(space) == [] and backends_in(space) == [], 120)
+        assert backend.leaked == 0
+        assert pods_in(space) == []
+        assert backends_in(space) == []
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
