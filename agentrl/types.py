@@ -435,6 +435,24 @@ class Verdict:
         elif self.fault is None:
             raise ValueError("no reward needs a fault that says why")
 
+    @property
+    def step_rewards(self) -> dict[int, float]:
+        """The parts of the reward that single steps earned, by the number of the step: those components whose
+        name is, or ends with, `step/NNNN`. A step is a call that reached the environment; the first is 0."""
+        earned: dict[int, float] = {}
+        for name, value in self.components.items():
+            number = step_number(name)
+            if number is not None:
+                earned[number] = earned.get(number, 0.0) + value
+        return earned
+
+
+def step_number(component: str) -> int | None:
+    """Which step a component of a reward is of: 3 for `step/0003` and for `care/step/0003`, None for
+    others."""
+    _, mark, number = f"/{component}".rpartition("/step/")
+    return int(number) if mark and number.isdecimal() else None
+
 
 # ----------------------------------------------------------------------------------------------- trajectories
 
@@ -523,6 +541,26 @@ class Trajectory:
     @property
     def reward(self) -> float | None:
         return self.verdict.reward
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """What the steps of each turn earned, a part of `reward`; zeros where no grader rewards steps.
+
+        A step is an action that reached the environment and was answered: not one with an error of form.
+
+        Raises:
+            ValueError: a step was rewarded that is in no turn: the harness did not note what was done.
+        """
+        left = self.verdict.step_rewards
+        number, found = 0, []
+        for turn in self.turns:
+            answered = turn.actions[: len(turn.observations)]
+            steps = range(number, number + sum(action.error is None for action in answered))
+            found.append(math.fsum(left.pop(step, 0.0) for step in steps))
+            number = steps.stop
+        if left:
+            raise ValueError(f"step {min(left)} was rewarded, and the turns hold {number} steps")
+        return tuple(found)
 
     def call(self, call_id: str) -> ModelCall:
         return next(c for c in self.calls if c.id == call_id)

@@ -100,6 +100,8 @@ class Grade:
 
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
+    """Its parts, for reports and recipes. `step/NNNN` is the part of `reward` that the call of that number
+    earned (the first is 0): recipes with turn rewards put it on its turn."""
     facts: Mapping[str, JsonScalar] = field(default_factory=dict)
 
     def finite(self) -> bool:

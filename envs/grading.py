@@ -31,6 +31,7 @@ from agentrl.types import (
     TestOutcome,
     Verdict,
     content_hash,
+    step_number,
     to_json,
 )
 from envs.evidence import CONTROL_DEADLINE_S, Admission, Witness, fault_of
@@ -579,7 +580,10 @@ async def _by_graders(
     weights = {use.name: use.weight for use in task.grader.graders}
     fault = next((each.fault for each in said.values() if each.fault is not None), None)
     components = {name: each.value for name, each in said.items()}
-    components |= {f"{name}/{k}": float(v) for name, each in said.items() for k, v in each.components.items()}
+    for name, each in said.items():
+        for key, value in each.components.items():
+            share = 1.0 if step_number(key) is None else weights[name]
+            components[f"{name}/{key}"] = share * float(value)
     facts: dict[str, JsonScalar] = {
         f"{name}.{key}": value for name, each in said.items() for key, value in each.facts.items()
     }

@@ -4,6 +4,9 @@ Every trajectory of the step becomes an entry. Ungraded ones (a fault, a cancell
 and a NaN reward: they are counted and never enter statistics or a loss. A graded trajectory whose tokens are
 all too old stays in the statistics of its group (its reward is a fact) and out of the gradient.
 
+Where the recipe has turn rewards, what single steps earned leaves the outcome and stands on the last token of
+its turn: each part of a reward is counted once.
+
 Staleness is measured at one moment, when the step is made: `lag = trainer version - version of the token`. A
 token may train iff `lag <= bound`; a token from a version above the trainer's is an error, never a small lag.
 """
@@ -17,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from agentrl.algo.columns import Layout
+from agentrl.algo.columns import Layout, segment_sum
 from agentrl.algo.objective import Columns
 from agentrl.errors import EvidenceError
 from agentrl.learner.samples import UNKNOWN_VERSION, Rows, build
-from agentrl.types import Group, Trajectory
+from agentrl.types import Group, Trajectory, step_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ def gather(
     max_lag: int | None = None,
     vocab_size: int | None = None,
     expected_group_size: int | None = None,
+    turn_rewards: bool = False,
 ) -> Batch:
     """Columns of a step.
 
@@ -98,10 +102,13 @@ def gather(
         max_lag: tokens more than this many versions old are withheld from the gradient. None: no bound.
         vocab_size: see `samples.build`.
         expected_group_size: refuse groups of another size.
+        turn_rewards: put what steps earned on their turns, and only the rest into `reward_S`. Otherwise
+            `reward_S` is the whole reward.
 
     Raises:
         EvidenceError: a trajectory twice, a token from the future, a graded trajectory of which no token is
-            trainable for a reason other than its age, or whatever `samples.build` refuses.
+            trainable for a reason other than its age, a rewarded step that is in no turn, or whatever
+            `samples.build` refuses.
     """
     trajectories = tuple(t for group in groups for t in group.trajectories)
     if not trajectories:
@@ -133,11 +140,18 @@ def gather(
         facts["tokens/withheld_stale"] = int((valid_N & ~fresh_N).sum())
         facts.update(_admission(layout, valid_N, fresh_N))
         valid_N = valid_N & fresh_N
+    reward_S = torch.tensor(
+        [np.nan if t.reward is None else t.reward for t in trajectories], dtype=torch.float64
+    )
+    turn_reward_N = None
+    if turn_rewards:
+        turn_reward_N = _turn_rewards(trajectories, rows, layout)
+        reward_S = reward_S - segment_sum(turn_reward_N, layout)
+        rewarded = sum(bool(t.verdict.step_rewards) for t in trajectories if t.reward is not None)
+        facts["turn_reward/trajectories"] = rewarded
     columns = Columns(
         layout=layout,
-        reward_S=torch.tensor(
-            [np.nan if t.reward is None else t.reward for t in trajectories], dtype=torch.float64
-        ),
+        reward_S=reward_S,
         terminated_S=torch.tensor([t.termination.terminated for t in trajectories]),
         truncated_S=torch.tensor([t.termination.truncated for t in trajectories]),
         valid_N=torch.from_numpy(valid_N),
@@ -145,6 +159,7 @@ def gather(
         lag_N=torch.from_numpy(lag_N),
         expected_group_size=expected_group_size,
         components_SK=_components(trajectories),
+        turn_reward_N=turn_reward_N,
     )
     return Batch(
         trajectories=trajectories,
@@ -195,10 +210,38 @@ def _lengths(layout: Layout, valid_N: np.ndarray) -> dict[str, float]:
     return facts
 
 
+def _turn_rewards(
+    trajectories: Sequence[Trajectory], rows: Sequence[Rows | None], layout: Layout
+) -> torch.Tensor:
+    """float64 `[N]`: what the steps of a turn earned, on the last token of its call, the one before their
+    observations."""
+    reward_N = torch.zeros(layout.n_tokens, dtype=torch.float64)
+    for start, trajectory, one in zip(layout.start_S.tolist(), trajectories, rows, strict=True):
+        if one is None:
+            continue
+        try:
+            earned = trajectory.turn_rewards
+        except ValueError as error:
+            raise EvidenceError(
+                f"Trajectory {trajectory.id}: {error}.",
+                fix="Its harness notes no actions: train it with a recipe without turn rewards.",
+            ) from error
+        last = {
+            call.id: int(np.flatnonzero(one.call_N == at)[-1]) for at, call in enumerate(trajectory.calls)
+        }
+        for turn, value in zip(trajectory.turns, earned, strict=True):
+            reward_N[start + last[turn.call_id]] += value
+    return reward_N
+
+
 def _components(trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
     """`[S, K]` of the verdicts' components, in sorted order of their names, if all graded ones have the
-    same."""
-    names = {tuple(sorted(t.verdict.components)) for t in trajectories if t.reward is not None}
+    same. Rewards of single steps are none of them."""
+    names = {
+        tuple(sorted(name for name in t.verdict.components if step_number(name) is None))
+        for t in trajectories
+        if t.reward is not None
+    }
     if len(names) != 1 or not (keys := names.pop()):
         return None
     return torch.tensor(

@@ -242,6 +242,7 @@ class Learner:
             max_lag=self.config.max_lag,
             vocab_size=self.vocab_size,
             expected_group_size=expected_group_size,
+            turn_rewards="turn_reward_N" in self.recipe.columns,
         )
         parallel.require_same("the step's trajectories", "\n".join(t.id for t in batch.trajectories))
         self._refuse_large_ids(batch.rows)

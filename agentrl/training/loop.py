@@ -282,9 +282,9 @@ def _facts(config: RunConfig, recipe: recipes.Recipe) -> refusals.RunFacts:
 
 
 _NOT_SUPPLIED: frozenset[str] = recipes.OPTIONAL_COLUMNS - frozenset(
-    {"values_N", "bootstrap_S", "ref_logp_N", "logb_N", "prox_logp_N", "lag_N", "length_S"}
+    {"values_N", "bootstrap_S", "ref_logp_N", "logb_N", "prox_logp_N", "lag_N", "length_S", "turn_reward_N"}
 )
-"""Columns that this loop has no source for (teachers, turn rewards, several rewards)."""
+"""Columns that this loop has no source for (teachers, several rewards)."""
 
 
 class _Run:

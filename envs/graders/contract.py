@@ -114,7 +114,8 @@ class Graded:
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the value, for reports and recipes; not added to the reward."""
+    """Parts of the value, for reports and recipes; not added to the reward. `step/NNNN` is the part that the
+    call of that number earned: a verdict holds it times the grader's weight, a part of the reward."""
     facts: Mapping[str, JsonScalar] = field(default_factory=dict)
     """What the value rests on: kept in the verdict's evidence (E8)."""
     tests: tuple[TestOutcome, ...] = ()

@@ -1,7 +1,9 @@
 """Process rewards: every step of an attempt earns what the task's rules say, within bounds.
 
-The value is their sum, and each step's own reward is a component (`step/0003`), so that it can be put on its
-turn. It never decides: a solution script takes no steps. Unknown steps are a fault, not a sum of none.
+The value is their sum, and each step's own part of it is a component (`step/0003`), so that recipes with turn
+rewards find it on its turn (`Trajectory.turn_rewards`). Where the sum is cut to its bounds, so is every part,
+in proportion: what the steps earn is always what the grader says. It never decides: a solution script takes
+no steps. Unknown steps are a fault, not a sum of none.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class Process:
     decides: ClassVar[bool] = False
 
     rules: tuple[Rule, ...] = Field(min_length=1)
-    low: float = -1.0
-    high: float = 1.0
+    low: float = Field(default=-1.0, le=0)
+    high: float = Field(default=1.0, ge=0)
 
     async def grade(self, attempt: Attempt) -> Graded:
         if attempt.steps is None:
@@ -71,8 +73,11 @@ class Process:
                 retryable=False,
             )
         earned = rewarded(self.rules, attempt.steps)
+        total = sum(earned)
+        value = max(self.low, min(self.high, total))
+        share = value / total if value != total else 1.0
         return Graded(
-            value=max(self.low, min(self.high, sum(earned))),
-            components={f"step/{number:04d}": value for number, value in enumerate(earned) if value},
-            facts={"steps": len(earned), "sum": sum(earned)},
+            value=value,
+            components={f"step/{number:04d}": share * one for number, one in enumerate(earned) if one},
+            facts={"steps": len(earned), "sum": total},
         )

@@ -1,8 +1,9 @@
 """A rubric judged by language models: criteria with weights, rated by several judges or the same one again.
 
 A judge is any async function of a prompt to text: register one under a name (`register`), or name the base
-URL of an OpenAI-compatible server and its model (`http://host:8000/v1#model`). It is shown the instruction,
-the workspace diff and the criteria, never the solution, and rates each criterion from 0 to 1 in JSON.
+URL of an OpenAI-compatible server and its model (`http://host:8000/v1#model`), whose key is read from the
+environment variable that `key_from` names. It is shown the instruction, the workspace diff and the criteria,
+never the solution, and rates each criterion from 0 to 1 in JSON.
 
 Ratings of one attempt are kept with their agreement: Krippendorff's alpha over raters and criteria, and
 Cohen's kappa where there are two raters. Judges that do not answer in form, or whose alpha is below
@@ -23,6 +24,7 @@ import httpx
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from agentrl import config as configuration
 from agentrl.errors import ModelError, TaskError, nearest
 from agentrl.types import JsonScalar
 from envs.graders.agreement import cohen_kappa, krippendorff_alpha
@@ -32,6 +34,8 @@ from envs.graders.similarity import unified
 Judge = Callable[[str], Awaitable[str]]
 """A prompt to what the model says."""
 
+KEY_PREFIX = "AGENTRL_"
+"""Of variables that may be named: a task must not be able to send any other secret to a server of its own."""
 MAX_DIFF_CHARS = 24_000
 ANSWER_TRIES = 2
 """A judge that answers out of form is asked once more."""
@@ -65,13 +69,14 @@ def register(name: str, judge: Judge) -> None:
     _JUDGES[name] = judge
 
 
-def judge_of(name: str, *, timeout_s: float) -> Judge:
-    """A registered judge, or the server that a URL names. `TaskError` when there is none."""
+def judge_of(name: str, *, timeout_s: float, key_from: str | None = None) -> Judge:
+    """A registered judge, or the server that a URL names. `TaskError` when there is none, `ModelError` when
+    its key is not set."""
     if name in _JUDGES:
         return _JUDGES[name]
     base, mark, model = name.partition("#")
     if base.startswith(("http://", "https://")) and mark and model:
-        return _endpoint(base.rstrip("/"), model, timeout_s)
+        return _endpoint(base.rstrip("/"), model, timeout_s, None if key_from is None else _key(key_from))
     raise TaskError(
         f"There is no judge '{name}'.",
         fix=f"{nearest(name, _JUDGES)} Register one, or give http://HOST:PORT/v1#MODEL.",
@@ -80,12 +85,27 @@ def judge_of(name: str, *, timeout_s: float) -> Judge:
     )
 
 
-def _endpoint(base: str, model: str, timeout_s: float) -> Judge:
+def _key(variable: str) -> str:
+    key = configuration.environment(variable.removeprefix(KEY_PREFIX))
+    if not key:
+        raise ModelError(
+            f"The key of the judges is to be read from {variable}, which is not set.",
+            fix=f"Set {variable} where attempts are graded, or leave key_from out for servers without a key.",
+            code="judge_key",
+            phase="verify",
+            retryable=False,
+        )
+    return key
+
+
+def _endpoint(base: str, model: str, timeout_s: float, key: str | None) -> Judge:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+
     async def ask(prompt: str) -> str:
         body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0.7}
         try:
             async with httpx.AsyncClient(timeout=timeout_s) as client:
-                answered = await client.post(f"{base}/chat/completions", json=body)
+                answered = await client.post(f"{base}/chat/completions", json=body, headers=headers)
                 answered.raise_for_status()
                 return str(answered.json()["choices"][0]["message"]["content"])
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -118,12 +138,16 @@ class Rubric:
     min_alpha: float | None = None
     """None: agreement is recorded and not asked for. It needs two raters."""
     timeout_s: float = Field(default=120.0, gt=0)
+    key_from: str | None = Field(default=None, pattern=f"^{KEY_PREFIX}[A-Z0-9_]+$")
+    """Environment variable of this process that holds the key of the judges' servers."""
     decides: bool = False
 
     async def grade(self, attempt: Attempt) -> Graded:
         prompt = self.prompt(attempt)
         asked = [
-            judge_of(name, timeout_s=self.timeout_s) for name in self.judges for _ in range(self.repeats)
+            judge_of(name, timeout_s=self.timeout_s, key_from=self.key_from)
+            for name in self.judges
+            for _ in range(self.repeats)
         ]
         if self.min_alpha is not None and len(asked) < 2:
             raise TaskError(

@@ -173,7 +173,9 @@ def load_task(path: str | Path) -> Task:
         )
     if "steps" in document:
         raise root.error(
-            "steps", "packages with several steps are not supported", "Split it into one task per step."
+            "steps",
+            "a package of several steps has several instructions and verdicts, and a session has one of each",
+            "Write one task per step, its environment as the steps before leave it.",
         )
     environment, verifier = root.child("environment"), root.child("verifier")
     ours = root.child("metadata").child("agentrl")

@@ -7,8 +7,10 @@ import importlib.metadata
 import itertools
 import json
 import sqlite3
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,7 @@ def test_the_reward_is_the_weighted_sum_and_rests_on_all_ten_pieces_of_evidence(
         "fixed/passed": 1.0,
         "close": 1.0,
         "care": 0.2,
-        "care/step/0002": 0.2,
+        "care/step/0002": 0.5 * 0.2,
         "compiles": 1.0,
     }
     assert verdict.reward == pytest.approx(0.75 * 1 + 0.25 * 1 + 0.5 * 0.2)
@@ -379,7 +381,11 @@ def test_every_step_earns_what_its_rules_say_within_bounds(task: Task) -> None:
     graded = said("process", looking(task, steps=steps), rules=rules)
     assert graded.value == 0.25 - 0.5 + 0.125
     assert graded.components == {"step/0000": 0.25, "step/0001": -0.5, "step/0002": 0.125}
-    assert said("process", looking(task, steps=steps * 9), rules=rules).value == -1.0
+    cut = said("process", looking(task, steps=steps * 9), rules=rules)
+    assert cut.value == -1.0
+    assert sum(cut.components.values()) == pytest.approx(-1.0), "the parts are cut with the sum"
+    whole = 0.25 + 9 * (0.125 - 0.5)
+    assert cut.components["step/0001"] == pytest.approx(-0.5 / -whole)
     with pytest.raises(BoundaryError, match="not all known"):
         said("process", looking(task, steps=None), rules=rules)
 
@@ -484,3 +490,49 @@ def test_agreement_by_numbers_from_the_literature() -> None:
     assert krippendorff_alpha(rows, "interval") == pytest.approx(0.849, abs=5e-4)
     with pytest.raises(ValueError, match="rated twice"):
         krippendorff_alpha([[1.0, None], [None, 1.0]])
+
+
+@pytest.fixture
+def judging_server() -> Iterator[tuple[str, list[str | None]]]:
+    """A server that rates everything in full, and the authorization of each request."""
+    seen: list[str | None] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            seen.append(self.headers["authorization"])
+            body = json.dumps({"choices": [{"message": {"content": rated(1, 1)}}]}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1#m", seen
+        server.shutdown()
+        thread.join(timeout=10)
+
+
+def test_the_key_of_a_judge_comes_from_the_variable_that_the_grader_names(
+    task: Task, judging_server: tuple[str, list[str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, seen = judging_server
+    options: dict[str, Any] = {"criteria": CRITERIA, "judges": [url]}
+    assert said("rubric", looking(task), **options).value == 1.0
+    monkeypatch.setenv("AGENTRL_MY_JUDGE", "a secret key")
+    assert said("rubric", looking(task), key_from="AGENTRL_MY_JUDGE", **options).value == 1.0
+    assert seen == [None, "Bearer a secret key"]
+    monkeypatch.delenv("AGENTRL_MY_JUDGE")
+    with pytest.raises(ModelError, match="AGENTRL_MY_JUDGE, which is not set") as caught:
+        said("rubric", looking(task), key_from="AGENTRL_MY_JUDGE", **options)
+    assert (caught.value.code, len(seen)) == ("judge_key", 2)
+
+
+def test_a_task_can_not_name_a_secret_that_is_not_a_judges(task: Task) -> None:
+    with pytest.raises(TaskError, match="key_from"):
+        said("rubric", looking(task), criteria=CRITERIA, judges=["x"], key_from="HOME")
