@@ -1,17 +1,22 @@
-"""A real vLLM server and a real small instruct model: exact prefixes, log-probs, weights that change in
+"""Real vLLM servers and a real small instruct model: exact prefixes, log-probs, weights that change in
 flight.
 
-Needs the base URL of a server in `AGENTRL_VLLM_URL`, started as `tests/benchmarks/bench_vllm.py` does it:
-float32, token endpoints, processed log-probs, the worker extension, and a model folder that this machine
-sees too. Skipped with that reason otherwise.
+Needs the base URL of a server in `AGENTRL_VLLM_URL` (several, with commas, for replicas), started as
+`tests/benchmarks/bench_vllm.py` does it: float32, token endpoints, processed log-probs, the worker extension,
+and a model folder that this machine sees too. Skipped with that reason otherwise. `AGENTRL_TEST_MINI` names
+the folder of mini-swe-agent's packages; `AGENTRL_TEST_POLICY` the folder of weights that the servers get for
+its attempts, since a base model may never write a tool call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import os
 import urllib.request
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ import torch
 from transformers import AutoTokenizer
 
 from agentrl.config import environment
+from agentrl.errors import SandboxError
 from agentrl.inference.sampler import SampleRequest, SampleResult
 from agentrl.inference.vllm import Probe, VllmSampler
 from agentrl.learner import model as models
@@ -28,18 +34,26 @@ from agentrl.learner.model import Policy, log_probs
 from agentrl.learner.samples import build
 from agentrl.store.store import Store
 from agentrl.training.serving import prompt_log_probs
-from agentrl.types import Limits, LogProbKind, SamplingParams, Task, Trajectory
+from agentrl.types import BranchReason, Limits, LogProbKind, SamplingParams, Task, Trajectory
 from envs.admission import admit
+from envs.sandbox.contract import Backend
+from envs.sandbox.local import LocalBackend
 from envs.sandbox.plain import PlainBackend
+from envs.session import Session
 from envs.tasks import swe_mini
 from envs.tasks.package import load_suite
-from harness import group
-from harness.agent import ToolAgent
+from harness import fidelity, group
+from harness.agent import Agent, ToolAgent
+from harness.agents import catalogue
+from harness.agents.command import CommandAgent
 from harness.chat import ChatFormat
 from harness.group import GroupRequest
 from harness.rollout import RolloutSettings, run_one
 
-URL = environment("VLLM_URL") or ""
+URLS = [url for url in (environment("VLLM_URL") or "").split(",") if url]
+URL = URLS[0] if URLS else ""
+MINI = os.environ.get("AGENTRL_TEST_MINI", "")
+POLICY = os.environ.get("AGENTRL_TEST_POLICY", "")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(1800),
@@ -89,16 +103,68 @@ class Overheard:
         await self._inner.close()
 
 
-async def attempts(root: Path, tokenizer: Any, tasks: list[Task]) -> tuple[list[Trajectory], Overheard]:
-    chat = ChatFormat(tokenizer)
-    sampler = Overheard(await VllmSampler.connect([URL]))
-    backend = PlainBackend(root / "sandboxes")
-    settings = RolloutSettings(
-        sampling=SamplingParams(max_tokens=24), max_context=2000, sample_deadline_s=900
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One agent, and how much it may say."""
+
+    agent: Agent
+    backend: Callable[[Path], Backend]
+    max_tokens: int
+    limits: Limits
+    memory_mib: int
+    at_once: int
+
+
+def built_in() -> Kind:
+    return Kind(
+        agent=ToolAgent(nudges=2, max_format_errors=4),
+        backend=lambda folder: PlainBackend(folder),
+        max_tokens=24,
+        limits=Limits(max_turns=3, max_tokens=72, max_context=2000, wall_s=1500),
+        memory_mib=512,
+        at_once=GROUPS * SIZE,
     )
+
+
+def mini() -> Kind:
+    backend = LocalBackend()
+    try:
+        backend.check()
+    except SandboxError as refused:
+        pytest.skip(str(refused))
+    return Kind(
+        agent=catalogue.get("mini-swe-agent", folder=Path(MINI)),
+        backend=lambda _: backend,
+        max_tokens=64,
+        limits=Limits(max_turns=4, max_tokens=256, max_context=4000, wall_s=1500),
+        memory_mib=2048,
+        at_once=SIZE,
+    )
+
+
+async def attempts(
+    root: Path, tokenizer: Any, tasks: list[Task], kind: Kind, weights: tuple[str, str]
+) -> tuple[list[Trajectory], Overheard]:
+    """`SIZE` attempts at each task. `weights`: what the servers have meanwhile, and what they get back."""
+    chat = ChatFormat(tokenizer)
+    replicas = await VllmSampler.connect(URLS)
+    sampler = Overheard(replicas)
+    backend = kind.backend(root / "sandboxes")
+    settings = RolloutSettings(
+        sampling=SamplingParams(max_tokens=kind.max_tokens),
+        max_context=kind.limits.max_context,
+        sample_deadline_s=900,
+    )
+    mounts = kind.agent.mounts if isinstance(kind.agent, CommandAgent) else ()
     found: list[Trajectory] = []
     try:
+        if weights[0] != weights[1]:
+            await replicas.publish(weights[0], 0)
         admissions = {task.id: await admit(task, backend, light=True) for task in tasks}
+        roomy = [
+            replace(t, limits=kind.limits, sandbox=replace(t.sandbox, memory_mib=kind.memory_mib))
+            for t in tasks
+        ]
 
         async def make(task: Task, group_id: str, index: int, attempt: int) -> Trajectory:
             return await run_one(
@@ -111,28 +177,51 @@ async def attempts(root: Path, tokenizer: Any, tasks: list[Task]) -> tuple[list[
                 attempt=attempt,
                 signing_key=KEY,
                 admission=admissions[task.id],
-                agent=ToolAgent(nudges=2, max_format_errors=4),
+                agent=kind.agent,
                 settings=settings,
+                open_session=functools.partial(Session.open, mounts=mounts),
             )
 
-        requests = [GroupRequest(id=f"vllm-{i}", task=t, size=SIZE) for i, t in enumerate(tasks)]
-        async for outcome in group.run_many(requests, make, concurrency=GROUPS * SIZE):
+        requests = [GroupRequest(id=f"vllm-{i}", task=t, size=SIZE) for i, t in enumerate(roomy)]
+        async for outcome in group.run_many(requests, make, concurrency=kind.at_once):
             assert outcome.faulted == ()
             found += outcome.group.trajectories
+        assert all(replica.sent for replica in replicas.replicas)
     finally:
+        if weights[0] != weights[1]:
+            await replicas.publish(weights[1], 1)
         await sampler.close()
         await backend.close()
     return found, sampler
 
 
-def test_thirty_two_multi_turn_trajectories_are_exact(tmp_path: Path, served: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(built_in, id="built-in"),
+        pytest.param(
+            mini,
+            id="mini-swe-agent",
+            marks=pytest.mark.skipif(
+                not MINI, reason="AGENTRL_TEST_MINI names no folder with mini-swe-agent"
+            ),
+        ),
+    ],
+)
+def test_thirty_two_multi_turn_trajectories_are_exact(
+    kind: Callable[[], Kind], tmp_path: Path, served: tuple[Any, Any]
+) -> None:
     """For every call the ids that the engine reports equal the stored prefix, and the learner in float32
-    finds the log-probs that were recorded."""
+    finds the log-probs that were recorded. A third-party agent leaves the recorded history only after a reply
+    without a tool call, which it takes out itself."""
     model, tokenizer = served
+    own = kind is mini and bool(POLICY)
+    acting = models.load(POLICY) if own else model
+    root = model.config.name_or_path
     swe_mini.generate(tmp_path / "tasks", train=GROUPS, heldout=0, seed=3)
-    limits = Limits(max_turns=3, max_tokens=72, max_context=2000, wall_s=1500)
-    tasks = [replace(task, limits=limits) for task in load_suite(tmp_path / "tasks")]
-    made, sampler = asyncio.run(attempts(tmp_path, tokenizer, tasks))
+    tasks = list(load_suite(tmp_path / "tasks"))
+    weights = (POLICY if own else root, root)
+    made, sampler = asyncio.run(attempts(tmp_path, tokenizer, tasks, kind(), weights))
     assert len(made) == GROUPS * SIZE
     with Store.open(tmp_path / "store.db") as store:
         run = store.begin_run("vllm", config={}, algo="eval", seed=3)
@@ -144,14 +233,21 @@ def test_thirty_two_multi_turn_trajectories_are_exact(tmp_path: Path, served: tu
     for trajectory, call in calls:
         assert trajectory.prompt_ids(call.id) == sampler.echoes[call.id]
         assert call.log_prob_kind is LogProbKind.PROCESSED
+        if call.branch_reason is not None:
+            assert call.branch_reason is BranchReason.HISTORY_EDITED
+            parent = next(turn for turn in trajectory.turns if turn.call_id == call.parent_id)
+            assert not parent.actions
     turns = [len(t.calls) for t in stored]
     assert min(turns) >= 2, "multi-turn"
-    off = torch.cat([_difference(model, trajectory) for trajectory in stored])
+    off = torch.cat([_difference(acting, trajectory) for trajectory in stored])
+    (row,) = fidelity.by_harness(stored)
     print(
         f"\n{len(stored)} trajectories, {len(calls)} calls, {sum(turns) / len(turns):.1f} per trajectory,"
-        f" {len(off)} sampled tokens; |learner - engine| mean {off.mean():.2e} max {off.max():.2e};"
-        f" branches {sum(c.branch_reason is not None for _, c in calls)}"
+        f" {len(off)} sampled tokens; |learner - engine| mean {off.mean():.2e} max {off.max():.2e}\n"
+        f"{json.dumps(row.facts())}"
     )
+    assert row.calls == len(calls)
+    assert not row.refused
     assert len(off) == sum(len(call.generation_token_ids) for _, call in calls)
     assert float(off.max()) < TOLERANCE
 
@@ -164,12 +260,12 @@ def _difference(model: Any, trajectory: Trajectory) -> torch.Tensor:
     return (found - torch.from_numpy(rows.log_prob_N)).abs()
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 def test_weights_that_change_in_flight_are_named_per_token(
     mode: Any, tmp_path: Path, served: tuple[Any, Any]
 ) -> None:
     """Tokens before the change are those of the old weights, tokens after it those of the new ones given
-    the whole prefix, and the boundary is exact."""
+    the whole prefix, and the boundary is exact; who waits has no boundary. On every replica."""
     old, tokenizer = served
     new = models.load(old.config.name_or_path)
     noise = torch.Generator().manual_seed(1)
@@ -185,24 +281,27 @@ def test_weights_that_change_in_flight_are_named_per_token(
         return Probe(ids=ids, log_probs=prompt_log_probs(model, ids), tolerance=1e-3)
 
     async def work() -> list[SampleResult]:
-        sampler = await VllmSampler.connect([URL])
+        sampler = await VllmSampler.connect(URLS)
         started = old.config.name_or_path
         try:
             await sampler.publish(started, 0, probe=probe(old))
-            params = SamplingParams(max_tokens=60)
-            tasks = [
-                asyncio.create_task(
-                    sampler.sample(
-                        SampleRequest(
-                            id=f"f.{i}.1.c0", session=f"f.{i}.1", prompt_token_ids=ids, params=params
-                        )
+
+            async def ask(name: str) -> SampleResult:
+                params = SamplingParams(max_tokens=60)
+                return await sampler.sample(
+                    SampleRequest(
+                        id=f"{name}.0.1.c0", session=f"{name}.0.1", prompt_token_ids=ids, params=params
                     )
                 )
-                for i in range(4)
-            ]
+
+            tasks = [asyncio.create_task(ask(f"f{i}")) for i in range(4)]
             await asyncio.sleep(1.0)
             await sampler.publish(str(tmp_path / "new"), 1, in_flight=mode, probe=probe(new))
-            return list(await asyncio.gather(*tasks))
+            later = await asyncio.gather(*(ask(f"l{i}") for i in range(2)))
+            assert all(v.version == 1 for result in later for v in result.policy_versions)
+            assert all(replica.sent for replica in sampler.replicas)
+            assert len({replica.label for replica in sampler.replicas}) == 1
+            return [*(await asyncio.gather(*tasks)), *later]
         finally:
             await sampler.publish(started, 2, probe=probe(old))
             await sampler.close()
@@ -217,7 +316,7 @@ def test_weights_that_change_in_flight_are_named_per_token(
             for at in range(span.start, span.end):
                 reference = known[span.version][len(result.prompt_token_ids) + at]
                 assert result.log_probs[at] == pytest.approx(reference, abs=NOISY_TOLERANCE)
-    assert changed, "the change came while tokens were sampled"
+    assert (changed > 0) is (mode != "wait"), "the change came while tokens were sampled"
 
 
 def test_a_cancelled_task_leaves_nothing_running_in_the_server(served: tuple[Any, Any]) -> None:
