@@ -485,10 +485,10 @@ def test_work_is_handed_out_once_in_order_and_completed_once(store: Store, run_i
 
 def test_an_ended_lease_is_taken_over_and_the_late_owner_is_refused(store: Store, run_id: str) -> None:
     store.enqueue(run_id, "group", {"g": {}})
-    late = store.claim(run_id, "group", lease_s=0.05, owner="slow")
+    late = store.claim(run_id, "group", lease_s=1.0, owner="slow")
     assert late is not None
     assert store.claim(run_id, "group", lease_s=60, owner="quick") is None
-    time.sleep(0.1)
+    time.sleep(max(0.0, late.lease_until - time.time()) + 0.05)
     taken = store.claim(run_id, "group", lease_s=60, owner="quick")
     assert taken is not None
     assert taken.epoch == 2
