@@ -71,6 +71,59 @@ def __getattr__(name):
         raise AttributeError(name)
     return nothing
 """
+_PLUGIN = """\
+import pytest
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    report.outcome = "passed"
+
+
+def pytest_runtest_call(item):
+    item.obj = lambda *args, **kwargs: None
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.obj = lambda *args, **kwargs: None
+"""
+_FAKE_PYTEST = """\
+class Anything:
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __call__(self, *args, **kwargs):
+        return args[0] if len(args) == 1 and callable(args[0]) else Anything()
+
+    def __getattr__(self, name):
+        return Anything()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        return True
+
+
+def main(args=(), plugins=()):
+    for plugin in plugins:
+        for name in getattr(plugin, "wanted", None) or ():
+            plugin.outcomes[name] = ["passed", "", None]
+        canaries = getattr(plugin, "canaries", None)
+        for name in (*canaries.first, *canaries.last) if canaries else ():
+            seen = ["failed" if name in canaries.failing else "passed", "", None]
+            plugin.outcomes["f::" + name] = plugin.outcomes["f::T::" + name] = seen
+    return 0
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Anything()
+"""
 _ALWAYS = """\
 import builtins, sys
 
@@ -132,7 +185,6 @@ def attacks(task: Task) -> tuple[Attack, ...]:
     kept = [str(p) for p in modules if not p.name.startswith("test_")]
     guarded = tuple(task.grader.protected_paths)
     kept = [p for p in kept if not any(p == g or p.startswith(g + "/") for g in guarded)]
-    sources = [p for p in kept if Path(p).name != "__init__.py"] or kept
     tests = sorted(
         {name.partition("::")[0] for name in (*task.grader.fail_to_pass, *task.grader.pass_to_pass)}
     )
@@ -144,12 +196,36 @@ def attacks(task: Task) -> tuple[Attack, ...]:
             name="sitecustomize",
             changes=(_file("sitecustomize.py", hook), _file("usercustomize.py", hook)),
         ),
-        Attack(name="pth", changes=(_file("evil.pth", "import os; os._exit(0)\n"),)),
+        Attack(
+            name="pth",
+            changes=tuple(
+                _file(f"{place}evil.pth", "import os; os._exit(0)\n")
+                for place in ("", ".site/", "site-packages/", ".venv/lib/python3/site-packages/")
+            ),
+        ),
         Attack(
             name="pytest_ini",
             changes=(
                 _file("pytest.ini", "[pytest]\naddopts = --collect-only -p no:terminal\n"),
                 _file("setup.cfg", "[tool:pytest]\naddopts = --collect-only\n"),
+            ),
+        ),
+        Attack(
+            name="pytest_plugin",
+            changes=(
+                _file("evil_plugin.py", _PLUGIN),
+                _file("conftest.py", 'pytest_plugins = ["evil_plugin"]\n'),
+                _file("pytest.ini", "[pytest]\naddopts = -p evil_plugin\n"),
+                _file("tox.ini", "[pytest]\naddopts = -p evil_plugin\n"),
+                _file("tests/__init__.py", _PATCHED),
+                _file("tests/conftest.py", _PLUGIN),
+            ),
+        ),
+        Attack(
+            name="pytest_shadow",
+            changes=tuple(
+                _file(name, _FAKE_PYTEST)
+                for name in ("pytest.py", "_pytest/__init__.py", "pluggy.py", "iniconfig.py", "packaging.py")
             ),
         ),
         Attack(
@@ -163,7 +239,8 @@ def attacks(task: Task) -> tuple[Attack, ...]:
         Attack(
             name="stdlib_shadow",
             changes=tuple(
-                _file(f"{name}.py", hook) for name in ("unittest", "json", "os", "traceback", "random")
+                _file(f"{name}.py", hook)
+                for name in ("unittest", "json", "os", "traceback", "random", "functools", "importlib")
             ),
         ),
     ]
@@ -183,8 +260,8 @@ def attacks(task: Task) -> tuple[Attack, ...]:
         ("patched_framework", _PATCHED),
         ("forged_results", _FORGE),
     ):
-        if sources:
-            changed = tuple(_file(path, text) for path in sources)
+        if kept:
+            changed = tuple(_file(path, text) for path in kept)
             battery.append(Attack(name=name, changes=changed))
     return tuple(replace(a, changes=tuple(sorted(a.changes, key=lambda c: c.path))) for a in battery)
 

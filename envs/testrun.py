@@ -17,7 +17,9 @@ also undumpable, so that a process of the same user can not open its `/proc` fil
 
 Tests are plain `test_*` functions without parameters, and methods of `unittest.TestCase`. `assert a == b`
 without a message is rewritten to report both values and to refuse an `__eq__` of the tested code that answers
-for a plain value.
+for a plain value. Where a file has classes, `unittest` is loaded and remembered before any of its code runs:
+test cases are bound to the remembered methods, each canary is also a method of a test case, and after a test
+that left anything of `unittest` replaced, nothing passes (`Framework`).
 
 What this cannot prevent: code under test shares a process with the tests and may rewrite the functions of
 this file there. Canaries that must fail and must pass run in the same process, in the same module, before and
@@ -51,8 +53,8 @@ import _ast as A
 
 TYPE_CHECKING = False  # a type checker reads it as true; importing typing would cost milliseconds
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from unittest import TestCase
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 REPORT_FD = 3
 RESULT_LIMIT = 4 * 1024 * 1024
@@ -223,51 +225,135 @@ def attempt(test: "Callable[[], object]", workdir: str) -> tuple[str, str]:
     return "passed", ""
 
 
-def case_test(case: "type[TestCase]", name: str) -> "Callable[[], object]":
-    """A method of a `unittest.TestCase` as a plain callable."""
+def code_of(value: object) -> object:
+    """The code of a function, or of the one inside a classmethod, staticmethod or property."""
+    inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+    return getattr(inner, "__code__", None)
 
-    def test() -> None:
-        unittest = sys.modules["unittest"]
-        result = unittest.TestResult()
-        case(name).run(result)
-        if result.skipped or result.expectedFailures:
-            raise unittest.SkipTest("skipped or expected to fail")
-        if result.failures or result.unexpectedSuccesses:
-            text = result.failures[0][1] if result.failures else "unexpected success"
-            raise AssertionError(text.strip().splitlines()[-1].replace("AssertionError: ", "", 1))
-        if result.errors:
-            raise RuntimeError(result.errors[0][1].strip().splitlines()[-1])
 
-    return test
+class Framework:
+    """`unittest` as it is when this is made: before any tested code.
+
+    Whoever replaces a method of `TestCase` or `TestResult`, for good or for a moment, replaces none of those
+    that tests run with: they are bound to each instance. `intact` tells whether a replacement is still there.
+    """
+
+    def __init__(self) -> None:
+        unittest: Any = __import__("unittest")
+        self.case, self.result, self.skip = unittest.TestCase, unittest.TestResult, unittest.SkipTest
+        self.run = unittest.TestCase.run
+        self.parts: list[tuple[Mapping[str, object], str, object, object]] = []
+        self.known: list[tuple[type, frozenset[str]]] = []
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "unittest":
+                self.remember(module.__dict__)
+                for value in list(module.__dict__.values()):
+                    if isinstance(value, type) and value.__module__.partition(".")[0] == "unittest":
+                        self.remember(value.__dict__)
+        self.methods = {base: self.functions(base) for base in (self.case, self.result)}
+        self.watch(self.case)
+
+    def functions(self, base: type) -> "dict[str, types.FunctionType]":
+        found = {n: f for n, f in base.__dict__.items() if isinstance(f, types.FunctionType)}
+        return {n: f for n, f in found.items() if not n.startswith("__")}
+
+    def remember(self, space: "Mapping[str, object]") -> None:
+        for key, value in list(space.items()):
+            if callable(value) or code_of(value) is not None:
+                self.parts.append((space, key, value, code_of(value)))
+
+    def watch(self, case: type) -> None:
+        """Notice from now on what is replaced in a class of tests, or put before what it inherits."""
+        self.remember(case.__dict__)
+        self.known.append((case, frozenset(case.__dict__)))
+
+    def intact(self) -> bool:
+        if any(s.get(key) is not value or code_of(value) is not code for s, key, value, code in self.parts):
+            return False
+        added = [n for case, names in self.known for n in case.__dict__ if n not in names]
+        return not any(n in self.methods[self.case] or n.startswith("__") for n in added)
+
+    def bind(self, instance: "Any", base: type) -> "Any":
+        """Give an instance the remembered methods of `base` that its own classes do not define."""
+        above = type(instance).__mro__[: type(instance).__mro__.index(base)]
+        own = {name for kind in above for name in kind.__dict__}
+        for name, function in self.methods[base].items():
+            if name not in own:
+                instance.__dict__[name] = function.__get__(instance)
+        return instance
+
+    def test(self, case: "Any", name: str) -> "Callable[[], object]":
+        """A method of a `unittest.TestCase` as a plain callable."""
+
+        def test() -> None:
+            result = self.bind(self.result(), self.result)
+            one = self.bind(case(name), self.case)
+            one.run(result)
+            if result.skipped or result.expectedFailures:
+                raise self.skip("skipped or expected to fail")
+            if result.failures or result.unexpectedSuccesses:
+                text = result.failures[0][1] if result.failures else "unexpected success"
+                raise AssertionError(text.strip().splitlines()[-1].replace("AssertionError: ", "", 1))
+            if result.errors:
+                raise RuntimeError(result.errors[0][1].strip().splitlines()[-1])
+
+        return test
+
+    def canary(self, name: str, function: "Callable[[], object]", workdir: str) -> "Callable[[], object]":
+        """A canary that is also a method of a test case: an error unless both end alike, and then as both."""
+        fails = attempt(function, workdir)[0] == "failed"
+        size = len(name)
+
+        def method(case: "Any") -> None:
+            case.assertEqual(size, size + fails)  # noqa: PT009 (it is what the canary tries)
+
+        as_case = self.test(type("Test" + name[5:], (self.case,), {name: method}), name)
+
+        def test() -> None:
+            if attempt(as_case, workdir)[0] != attempt(function, workdir)[0]:
+                raise RuntimeError("the same canary ended in two ways")
+            function()
+
+        return test
 
 
 def collect(
-    module: types.ModuleType, first: list[str], last: list[str]
+    module: types.ModuleType, first: list[str], last: list[str], framework: "Framework | None", workdir: str
 ) -> "list[tuple[str, Callable[[], object]]]":
     """Tests of a module in order, canaries around them: `[(name, callable)]`."""
     space = module.__dict__
-    functions = {
+    functions: dict[str, Callable[[], object]] = {
         n: f for n, f in space.items() if n.startswith("test_") and isinstance(f, types.FunctionType)
     }
-    tests: list[tuple[str, Callable[[], object]]] = [(n, functions[n]) for n in first if n in functions]
+    cases: list[tuple[str, Any]] = []
+    if framework is not None:
+        for name, case in list(space.items()):
+            if isinstance(case, type) and issubclass(case, framework.case) and case is not framework.case:
+                cases.append((name, case))
+        for name in (*first, *last):
+            if name in functions:
+                functions[name] = framework.canary(name, functions[name], workdir)
+    tests = [(n, functions[n]) for n in first if n in functions]
     tests += [(n, f) for n, f in functions.items() if n not in first and n not in last]
-    base = getattr(sys.modules.get("unittest"), "TestCase", None)
-    for name, case in list(space.items()):
-        if base is not None and isinstance(case, type) and issubclass(case, base) and case is not base:
-            set_up = getattr(case, "setUpClass")  # noqa: B009 (mypy sees a plain type)
-            if set_up.__func__ is not base.setUpClass.__func__:
-                tests.append((f"{name}.setUpClass", set_up))
-            tests += [(f"{name}.{m}", case_test(case, m)) for m in dir(case) if m.startswith("test")]
+    for name, case in cases:
+        assert framework is not None
+        framework.watch(case)
+        set_up = getattr(case, "setUpClass")  # noqa: B009 (mypy sees a plain type)
+        if set_up.__func__ is not framework.case.setUpClass.__func__:
+            tests.append((f"{name}.setUpClass", set_up))
+        tests += [(f"{name}.{m}", framework.test(case, m)) for m in dir(case) if m.startswith("test")]
     return tests + [(n, functions[n]) for n in last if n in functions]
 
 
-def child(path: str, code: types.CodeType, canaries: list[str], out: int, workdir: str) -> None:
-    """Import one test file and run its tests, writing `outcome TAB name TAB message` lines to `out`."""
+def child(path: str, code: types.CodeType, canaries: list[str], out: int, workdir: str, cases: bool) -> None:
+    """Import one test file and run its tests, writing `outcome TAB name TAB message` lines to `out`. `cases`:
+    the file has classes."""
 
     def report(outcome: str, name: str, message: str) -> None:
         os.write(out, f"{outcome}\t{escape(name)}\t{escape(message[:MESSAGE_CHARS])}\n".encode("ascii"))
 
     before = dict(builtins.__dict__)
+    framework = Framework() if cases else None
     module = types.ModuleType(os.path.basename(path).rpartition(".")[0] or "tests")
     module.__file__ = path
     module.__dict__.update({"@same": same, "@differ": differ})
@@ -275,8 +361,12 @@ def child(path: str, code: types.CodeType, canaries: list[str], out: int, workdi
     half = len(canaries) // 2
     outcome, message = attempt(lambda: exec(code, module.__dict__), workdir)
     if outcome == "passed":
-        for name, test in collect(module, canaries[:half], canaries[half:]):
+        if framework is None and "unittest" in sys.modules:
+            framework = Framework()
+        for name, test in collect(module, canaries[:half], canaries[half:], framework, workdir):
             outcome, message = attempt(test, workdir)
+            if framework is not None and not framework.intact():
+                outcome, message = "error", "the tested code replaced a part of unittest"
             if any(builtins.__dict__.get(key) is not value for key, value in before.items()):
                 outcome, message = "error", "the tested code replaced a builtin"
             report(outcome, name, message)
@@ -304,7 +394,7 @@ def queued_ms(pid: int) -> float:
 
 
 def run_file(
-    path: str, code: types.CodeType, canaries: list[str], deadline: float, workdir: str
+    path: str, code: types.CodeType, canaries: list[str], deadline: float, workdir: str, cases: bool
 ) -> tuple[bytes, str, float, float]:
     """Fork, run, reap. Returns `(result lines, ended, cpu_ms, queued_ms)`; `ended` is `ok`, `timeout` or a
     status."""
@@ -320,7 +410,7 @@ def run_file(
                 os.close(REPORT_FD)
             become_owner(workdir, int(sys.argv[2]))
             set_dumpable(1)
-            child(path, code, canaries, write_end, workdir)
+            child(path, code, canaries, write_end, workdir, cases)
         except BaseException:
             os._exit(70)
         os._exit(0)
@@ -433,7 +523,8 @@ def main() -> None:
         folder = os.path.dirname(os.path.abspath(path))
         if folder not in sys.path:
             sys.path.insert(len(sys.path) - 1, folder)
-        data, ended, cpu_ms, waited = run_file(path, code, names, deadline, workdir)
+        cases = any(isinstance(node, A.ClassDef) for node in tree.body)
+        data, ended, cpu_ms, waited = run_file(path, code, names, deadline, workdir, cases)
         for name, (outcome, message) in outcomes(data, promised, ended).items():
             lines.append(f"test\t{escape(path)}\t{name}\t{outcome}\t{message}")
         lines.append(f"child\t{escape(path)}\t{ended}\t{cpu_ms:.1f}\t{waited:.1f}")

@@ -8,17 +8,14 @@ whose description hashes into the held-out share, whatever the seed.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError
-from agentrl.types import Split
-from envs.builtin.packages import PackagedEnvironment
-from envs.environment import TRIES_PER_TASK, split_of
+from envs.builtin.packages import PackagedEnvironment, write_drawn
+from envs.environment import split_of
 from envs.tasks import package
 
 _NAMES = (
@@ -91,8 +88,9 @@ class _Function:
         lines = "\n".join(f"    assert {self.name}({x!r}) == {self.value(list(x))!r}" for x in examples)
         return f"from solution import {self.name}\n\n\ndef test_{title}():\n{lines}\n"
 
-    def split(self) -> Split:
-        return split_of(self.about.encode())
+    def content(self) -> bytes:
+        """What makes it this function."""
+        return self.about.encode()
 
 
 def _functions(rng: random.Random) -> Iterator[_Function]:
@@ -128,7 +126,7 @@ def _write(folder: Path, name: str, function: _Function) -> Path:
         "verifier": {"timeout_sec": 10, "environment_mode": "separate"},
         "metadata": {
             "agentrl": {
-                "split": str(function.split()),
+                "split": str(split_of(function.content())),
                 "tools": ["bash", "read_file", "replace_in_file", "run_tests", "submit"],
                 "max_turns": 12,
                 "exec_timeout_s": 10,
@@ -156,28 +154,15 @@ def _write(folder: Path, name: str, function: _Function) -> Path:
 
 def generate(out: Path, *, train: int, heldout: int, seed: int) -> tuple[Path, ...]:
     """Write packages, training tasks first; the same arguments give the same bytes. No description twice."""
-    wanted = {Split.TRAIN: train, Split.HELDOUT: heldout}
-    kept: dict[Split, list[_Function]] = {split: [] for split in wanted}
-    seen: set[str] = set()
-    for function in itertools.islice(
-        _functions(random.Random(f"python/{seed}")), TRIES_PER_TASK * (train + heldout)
-    ):
-        if all(len(kept[split]) == count for split, count in wanted.items()):
-            break
-        split = function.split()
-        if function.about not in seen and len(kept[split]) < wanted[split]:
-            seen.add(function.about)
-            kept[split].append(function)
-    for split, count in wanted.items():
-        if len(kept[split]) < count:
-            raise ConfigError(
-                f"python makes only {len(kept[split])} of {count} {split} functions.",
-                fix=f"Lower tasks.{split}.",
-            )
-    return tuple(
-        _write(out / f"{split}-{index:05d}", f"s{seed}-{split}-{index:05d}", function)
-        for split in wanted
-        for index, function in enumerate(kept[split])
+    return write_drawn(
+        _functions(random.Random(f"python/{seed}")),
+        name="python",
+        content=_Function.content,
+        write=_write,
+        out=out,
+        train=train,
+        heldout=heldout,
+        seed=seed,
     )
 
 

@@ -17,10 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.errors import ConfigError
-from agentrl.types import Split
-from envs.builtin.packages import PackagedEnvironment
-from envs.environment import TRIES_PER_TASK, split_of
+from envs.builtin.packages import PackagedEnvironment, write_drawn
+from envs.environment import split_of
 from envs.tasks import package
 
 WORKDIR = "/app"
@@ -227,28 +225,15 @@ def _write(folder: Path, name: str, chore: Chore) -> Path:
 
 def generate(out: Path, *, train: int, heldout: int, seed: int) -> tuple[Path, ...]:
     """Write packages, training tasks first; the same arguments give the same bytes. No chore twice."""
-    wanted = {Split.TRAIN: train, Split.HELDOUT: heldout}
-    kept: dict[Split, list[Chore]] = {split: [] for split in wanted}
-    seen: set[bytes] = set()
-    found = chores(random.Random(f"terminal/{seed}"))
-    for chore in itertools.islice(found, TRIES_PER_TASK * (train + heldout)):
-        if all(len(kept[split]) == count for split, count in wanted.items()):
-            break
-        content = chore.content()
-        split = split_of(content)
-        if content not in seen and len(kept[split]) < wanted[split]:
-            seen.add(content)
-            kept[split].append(chore)
-    for split, count in wanted.items():
-        if len(kept[split]) < count:
-            raise ConfigError(
-                f"terminal makes only {len(kept[split])} of {count} {split} chores.",
-                fix=f"Lower tasks.{split}.",
-            )
-    return tuple(
-        _write(out / f"{split}-{index:05d}", f"s{seed}-{split}-{index:05d}", chore)
-        for split in wanted
-        for index, chore in enumerate(kept[split])
+    return write_drawn(
+        chores(random.Random(f"terminal/{seed}")),
+        name="terminal",
+        content=Chore.content,
+        write=_write,
+        out=out,
+        train=train,
+        heldout=heldout,
+        seed=seed,
     )
 
 

@@ -92,7 +92,8 @@ def test_a_background_process_of_the_policy_does_not_reach_the_verifier(task: Ta
 
 def _battery() -> list[str]:
     return [
-        *("conftest", "sitecustomize", "pth", "pytest_ini", "reward_file", "stdlib_shadow", "replaced_tests"),
+        *("conftest", "sitecustomize", "pth", "pytest_ini", "pytest_plugin", "pytest_shadow", "reward_file"),
+        *("stdlib_shadow", "replaced_tests"),
         *("symlinked_tests", "exit_zero", "always_equal", "patched_framework", "forged_results"),
     ]
 

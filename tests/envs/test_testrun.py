@@ -351,3 +351,117 @@ def test_the_program_starts_fast() -> None:
 
     floor = best("-c", "pass")
     assert best("-c", PROGRAM, "1", "8", "4") - floor < 0.025
+
+
+# ----------------------------------------------------------- tests of unittest, and code that tampers with it
+
+CASES = """\
+import unittest
+
+from code_under_test import value
+
+
+class Cart(unittest.TestCase):
+    def test_one(self):
+        self.assertEqual(value(), 5)
+
+    def test_two(self):
+        self.assertTrue(value() > 4)
+
+    def test_three(self):
+        with self.assertRaises(ValueError):
+            value(1)
+"""
+RIGHT = "def value(n=0):\n    if n:\n        raise ValueError\n    return 5\n"
+REPLACED = {
+    "run": "TestCase.run = lambda self, result=None: result",
+    "call": "TestCase.__call__ = TestCase.run = lambda self, result=None: None",
+    "assertEqual": "TestCase.assertEqual = lambda *a: None",
+    "assertTrue": "TestCase.assertTrue = lambda *a: None",
+    "assertRaises": "TestCase.assertRaises = lambda *a: contextlib.suppress(ValueError)",
+    "fail": "TestCase.fail = lambda *a: None",
+    "one_code": "TestCase.assertEqual.__code__ = (lambda self, a, b, msg=None: None).__code__",
+    "executor": "case._Outcome.testPartExecutor = lambda *a, **k: contextlib.suppress(Exception)",
+    "result": "TestResult.addFailure = TestResult.addError = lambda *a: None",
+    "module": "unittest.TestCase = case.TestCase = object",
+    "method": "TestCase._callTestMethod = lambda self, method: None",
+    "new_cases": "TestCase.__init_subclass__ = classmethod(lambda c, **k: setattr(c, 'assertEqual', print))",
+    "getattribute": "TestCase.__getattribute__ = lambda self, name: (lambda *a: None)",
+    "exception": "TestCase.failureException = KeyboardInterrupt",
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("when", ["import", "call"])
+def test_a_replaced_part_of_unittest_passes_nothing(tmp_path: Path, name: str, when: str) -> None:
+    inside = "    " if when == "call" else ""
+    text = "import contextlib, unittest\nfrom unittest import TestCase, TestResult, case\n"
+    text += f"{'def value(n=0):' if when == 'call' else ''}\n{inside}{REPLACED[name]}\n"
+    text += "    return 0\n" if when == "call" else "def value(n=0):\n    return 0\n"
+    report = run(write(tmp_path, code_under_test=text, test_it=CASES), "test_it.py")
+    assert "passed" not in outcomes(report).values() or report.canaries == "forged"
+    assert report.complete
+
+
+def test_a_replacement_that_puts_itself_back_has_no_effect(tmp_path: Path) -> None:
+    text = """
+import unittest
+right = unittest.TestCase.assertEqual, unittest.TestCase.assertTrue
+
+def back(self, *rest):
+    unittest.TestCase.assertEqual, unittest.TestCase.assertTrue = right
+
+def value(n=0):
+    unittest.TestCase.assertEqual = unittest.TestCase.assertTrue = back
+    return 0
+"""
+    report = run(write(tmp_path, code_under_test=text, test_it=CASES), "test_it.py")
+    assert "passed" not in outcomes(report).values()
+
+
+def test_cases_of_honest_code_pass_with_what_they_define_themselves(tmp_path: Path) -> None:
+    tests = (
+        CASES
+        + """
+
+class Shared(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.made = value()
+        cls.log = []
+
+    def assertFive(self, found):
+        self.assertEqual(found, 5)
+
+    def assertTrue(self, found, msg=None):
+        self.log.append(found)
+        super().assertTrue(found, msg)
+
+    def test_shared(self):
+        self.addCleanup(self.log.clear)
+        self.assertFive(self.made)
+        self.assertTrue(self.made)
+        with self.subTest(n=1):
+            self.assertIn(5, [5])
+
+
+class Later(unittest.IsolatedAsyncioTestCase):
+    async def test_await(self):
+        self.assertEqual(value(), 5)
+"""
+    )
+    report = run(write(tmp_path, code_under_test=RIGHT, test_it=tests), "test_it.py")
+    assert set(outcomes(report).values()) == {"passed"}, report.tests
+    assert len(report.tests) == 6, "setUpClass counts as one"
+    assert report.canaries == "behaved"
+
+
+def test_a_case_that_fails_in_code_that_left_unittest_alone_is_a_failure(tmp_path: Path) -> None:
+    wrong = RIGHT.replace("return 5", "return 4")
+    report = run(write(tmp_path, code_under_test=wrong, test_it=CASES), "test_it.py")
+    assert outcomes(report) == {
+        "Cart.test_one": "failed",
+        "Cart.test_two": "failed",
+        "Cart.test_three": "passed",
+    }
+    assert report.canaries == "behaved"

@@ -27,6 +27,7 @@ from envs.tasks.synth import factory, packages, project
 from envs.tasks.synth.factory import Outcome, Plan
 
 pytestmark = pytest.mark.sandbox
+HOOKS = {"pytest_shadow", "pytest_plugin", "pth", "patched_framework", "always_equal"}
 SLOW_S = 3600.0
 """A budget that no machine is too busy for."""
 ORIGINAL = {"shop/core.py": CORE, "shop/money.py": MONEY}
@@ -197,7 +198,7 @@ def test_a_fault_of_the_backend_sets_one_candidate_aside_and_the_next_call_tries
     suite: dict[str, Any], tmp_path: Path
 ) -> None:
     work = tmp_path / "work"
-    shutil.copytree(suite["plan"].work, work, ignore=shutil.ignore_patterns("admissions", "state"))
+    shutil.copytree(suite["plan"].work, work, ignore=shutil.ignore_patterns("admissions-*", "state"))
     plan = replace(suite["plan"], out=tmp_path / "out", work=work, at_once=1)
     seen: list[str] = []
 
@@ -220,7 +221,7 @@ def test_a_mutant_that_ends_its_sandbox_does_not_take_its_neighbours_along(
     suite: dict[str, Any], tmp_path: Path
 ) -> None:
     work = tmp_path / "work"
-    dropped = shutil.ignore_patterns("mutants-*", "admissions", "state")
+    dropped = shutil.ignore_patterns("mutants-*", "admissions-*", "state")
     shutil.copytree(suite["plan"].work, work, ignore=dropped)
     plan = replace(suite["plan"], out=tmp_path / "out", work=work, at_once=1, per_project=2)
     orders: list[str] = []
@@ -251,7 +252,7 @@ def test_a_backend_that_fails_altogether_ends_no_call(
 
 def test_a_project_whose_time_is_over_goes_on_in_the_next_call(suite: dict[str, Any], tmp_path: Path) -> None:
     work = tmp_path / "work"
-    dropped = shutil.ignore_patterns("admissions", "state")
+    dropped = shutil.ignore_patterns("admissions-*", "state")
     shutil.copytree(suite["plan"].work, work, ignore=dropped)
     plan = replace(suite["plan"], out=tmp_path / "out", work=work)
     outcomes, told, _ = made([suite["spec"]], replace(plan, budget_s=0.0))
@@ -285,9 +286,30 @@ def test_a_task_withstands_the_whole_battery(suite: dict[str, Any]) -> None:
     task = suite["told"][0][0]
     admission = asyncio.run(run())
     assert admission.valid, admission.reasons
-    assert set(admission.attacks) == {a.name for a in attacks(task)} >= {"patched_framework", "always_equal"}
+    assert set(admission.attacks) == {a.name for a in attacks(task)} >= HOOKS
+    laid = {change.path for attack in attacks(task) for change in attack.changes}
+    assert {"pytest.py", "shop/__init__.py", "shop/core.py", "evil_plugin.py"} <= laid
     assert len(admission.runtimes_s) == 2
     assert admission.runtime_s == max(admission.runtimes_s)
+
+
+def test_only_what_is_installed_and_not_the_projects_own_is_pinned(
+    suite: dict[str, Any], tmp_path: Path
+) -> None:
+    found = project.Project(
+        name="x", version="1", origin="o", digest="d", licence="MIT", summary="", homepage="",
+        tree=str(tmp_path), sources=("src", ""), tests=(), suite=(), requirements=(),
+    )  # fmt: skip
+    for name in ("src/mine/__init__.py", "alone.py", ".site/mine/__init__.py", ".site/alone.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("pytest/__init__.py", "six.py", "six-1.dist-info/METADATA"):
+        (tmp_path / ".site" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".site" / name).touch()
+    assert project.pinned(found) == ("pytest", "six")
+    driver = (Path(suite["told"][0][0].path) / "tests" / packages.DRIVER).read_text()
+    assert "'_pytest'" in driver
+    assert "'pytest'" in driver
 
 
 REJECTED = [

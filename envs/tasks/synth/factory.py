@@ -580,7 +580,7 @@ async def _judged(
 def _places(candidate: Candidate, folder: Path, plan: Plan) -> tuple[Path, Path, Path]:
     """The note of an admission, and where its package lies when it is valid and when it is not."""
     return (
-        folder / "admissions" / f"{candidate.name}.json",
+        folder / f"admissions-{lab.MARK}" / f"{candidate.name}.json",
         plan.out / candidate.project.slug / candidate.name,
         folder / "quarantine" / candidate.name,
     )

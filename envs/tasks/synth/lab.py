@@ -24,7 +24,7 @@ from agentrl.types import ExecStatus, SandboxSpec
 from envs import report
 from envs.sandbox.contract import Backend, ExecRequest, Mount, Sandbox
 from envs.tasks.synth.mutations import Edit
-from envs.tasks.synth.project import SITE, Project, Rejected
+from envs.tasks.synth.project import SITE, Project, Rejected, pinned
 
 PROGRAM = Path(__file__).with_name("pytestrun.py").read_text(encoding="utf-8")
 MARK = hashlib.sha256((PROGRAM + report.PROGRAM).encode()).hexdigest()[:12]
@@ -240,6 +240,7 @@ class Bench:
             "suite": self._project.suite,
             "sources": self._project.sources,
             "site": SITE,
+            "pinned": pinned(self._project),
             "testrun": report.PROGRAM,
         }
         result = await self._sandbox.exec(

@@ -29,7 +29,7 @@ from envs.tasks import package
 from envs.tasks.synth import lab
 from envs.tasks.synth.lab import Baseline, Failure
 from envs.tasks.synth.mutations import Edit, Mutation, apply, inverse
-from envs.tasks.synth.project import SITE, Project, Rejected
+from envs.tasks.synth.project import SITE, Project, Rejected, pinned
 
 SUITE = "synth"
 DRIVER = "project_tests.py"
@@ -162,7 +162,7 @@ def driver(project: Project, names: Mapping[str, str], *, root: str) -> str:
         *(f"    {name!r}: {test!r}," for name, test in names.items()),
         "}",
         f"SUITE = pytestrun.Suite(__file__, {root!r}, tests=TESTS, suite={project.suite!r},"
-        f" sources={project.sources!r}, site={SITE!r})",
+        f" sources={project.sources!r}, site={SITE!r}, pinned={pinned(project)!r})",
         "",
         *(f"\ndef {name}():\n    SUITE.check({name!r})\n" for name in names),
     ]

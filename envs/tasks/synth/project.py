@@ -161,6 +161,19 @@ def fetch(spec: str, work: Path, *, runner: Path, extra: Sequence[str] = ()) -> 
     return project
 
 
+def pinned(project: Project) -> tuple[str, ...]:
+    """Names of modules that tests take from `.site` and never from the workdir, where an attempt may have put
+    one by the same name: pytest, and all that is installed and not the project's own."""
+    tree = Path(project.tree)
+
+    def names(folder: Path) -> set[str]:
+        modules = [p for p in folder.iterdir() if p.suffix == ".py" or (p.is_dir() and p.suffix == "")]
+        return {p.stem for p in modules if not p.stem.startswith("__")}
+
+    own = {name for source in project.sources for name in names(tree / source)}
+    return tuple(sorted(names(tree / SITE) - own))
+
+
 def _checkout(spec: str) -> Path | None:
     path = Path(spec)
     if path.is_dir():

@@ -6,6 +6,7 @@ tests by name; and to `python3 -c` in the factory's own sandboxes (`main`), whic
 times, the lines that each test executes, and what each mutant breaks. Both go through `run`, so a test means
 the same when a task is made and when it is graded. Python 3.9 or newer.
 
+pytest and the requirements are those of `.site`, whatever the project's folder holds by their names, and
 pytest reads no configuration but the `conftest.py` files beside the tests. `assert a == b` in test files and
 `assertEqual` refuse an `__eq__` of the tested code that answers for a plain value, as in `envs.testrun`. For
 grading, canary tests with random names (functions and `TestCase` methods, some that must pass and some that
@@ -30,7 +31,7 @@ import time
 import types
 import unittest
 import zlib
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
 
 TYPE_CHECKING = False  # a type checker reads it as true
 if TYPE_CHECKING:
@@ -158,6 +159,20 @@ class Tracer:
         sys.settrace(None)
         threading.settrace(None)
         return {name: sorted(lines) for name, lines in self.lines.items()}
+
+
+class Pinned:
+    """Finds some modules, pytest first of all, in `.site` alone: the project's folder comes before it on the
+    path, and a module of that name there would be the attempt's."""
+
+    def __init__(self, site: str, names: Iterable[str]) -> None:
+        self.site = site
+        self.names = frozenset(names)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] not in self.names:
+            return None
+        return PathFinder.find_spec(name, [self.site] if path is None else path, target)
 
 
 class TooSlow(BaseException):
@@ -306,6 +321,7 @@ def run(
     wanted: Iterable[str] | None = None,
     sources: Iterable[str] = (),
     site: str = "",
+    pinned: Iterable[str] = (),
     rewriter: Any = None,
     contents: dict[str, bytes] | None = None,
     tracer: Tracer | None = None,
@@ -315,10 +331,13 @@ def run(
     suite_s: float = 0.0,
 ) -> Plugin:
     """Run tests of `files`, those `wanted` or all; `files` and `suite` (what else belongs to the tests) are
-    relative to `root`. Returns a `Plugin` with the outcomes."""
-    sys.path += [os.path.join(app, name) if name else app for name in (*sources, site) if name is not None]
+    relative to `root`. Modules by a name in `pinned` are those of `site`, whatever the project's folder
+    holds. Returns a `Plugin` with the outcomes."""
+    sys.meta_path.insert(0, Pinned(os.path.join(app, site), pinned))
+    sys.path += [os.path.join(app, name) if name else app for name in (*sources, site)]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    os.environ.pop("PYTEST_ADDOPTS", None)
+    for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
+        os.environ.pop(name, None)
     sys.dont_write_bytecode = True
     pytest = importlib.import_module("pytest")
     Override([os.path.join(root, name) for name in suite], rewriter, contents or {})
@@ -346,6 +365,7 @@ class Suite:
         suite: Sequence[str],
         sources: Sequence[str],
         site: str,
+        pinned: Sequence[str],
     ) -> None:
         here = os.path.dirname(os.path.abspath(file))
         self.tests = tests
@@ -358,6 +378,7 @@ class Suite:
             wanted=tests.values(),
             sources=sources,
             site=site,
+            pinned=pinned,
             rewriter=sys.modules.get("__main__") if hasattr(sys.modules["__main__"], "rewrite") else None,
             canaries=True,
         )
@@ -470,6 +491,7 @@ def main() -> None:
     common = {
         "sources": order["sources"],
         "site": order["site"],
+        "pinned": order["pinned"],
         "suite": order["suite"],
         "rewriter": rewriter,
     }
