@@ -20,8 +20,8 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
-from starlette.routing import Mount, Route
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.errors import ConfigError
 from harness import fidelity
@@ -30,9 +30,11 @@ from harness.proxy.door import MAX_BODY_BYTES, Request, Response, refused
 from harness.proxy.exchange import Refusal
 from services.proxy.sessions import Live, Sessions
 
+DOORS = "/s/"
 
-def create_app(sessions: Sessions, *, admin_key: str) -> Starlette:
-    """The application."""
+
+def create_app(sessions: Sessions, *, admin_key: str) -> ASGIApp:
+    """The application. Model calls do not pass through a router: they are nearly all there is."""
 
     def allowed(request: HttpRequest) -> bool:
         sent = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -68,15 +70,25 @@ def create_app(sessions: Sessions, *, admin_key: str) -> Starlette:
     async def healthz(_: HttpRequest) -> JSONResponse:
         return JSONResponse({"ok": True, "model": sessions.sampler.model, "sessions": len(sessions)})
 
-    return Starlette(
+    beside = Starlette(
         routes=[
             Route("/healthz", healthz),
             Route("/sessions", open_session, methods=["POST"]),
             Route("/sessions/{session}", session),
             Route("/sessions/{session}/close", close, methods=["POST"]),
-            Mount("/s", _Doors(sessions)),
         ]
     )
+    doors = _Doors(sessions)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked = scope["type"] == "http" and _path(scope).startswith(DOORS)
+        await (doors if asked else beside)(scope, receive, send)
+
+    return app
+
+
+def _path(scope: Scope) -> str:
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def facts(live: Live, base: str) -> dict[str, str]:
@@ -109,10 +121,7 @@ class _Doors:
         self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        path: str = scope["path"].removeprefix(scope.get("root_path", "")).lstrip("/")
-        session_id, _, rest = path.partition("/")
+        session_id, _, rest = _path(scope).removeprefix(DOORS).partition("/")
         live = self._sessions.get(session_id)
         try:
             body = await _body(receive)
