@@ -23,10 +23,11 @@ from agentrl.errors import AgentRLError, BoundaryError
 from agentrl.types import Action, Observation, Task, Termination, Verdict
 from envs import admission as sandboxed
 from envs.builtin.packages import PackagedEnvironment
-from envs.environment import Step, ToolEnvironment
+from envs.environment import Step, ToolEnvironment, tools_of
 from envs.evidence import Admission
 from envs.inprocess import STOP_GRACE_S, EnvironmentSession, admit
 from envs.sandbox.contract import Backend
+from envs.tools import Tool
 
 KEY = b"conformance"
 RANDOM_CALLS = 12
@@ -138,7 +139,10 @@ class _Kit:
     # ------------------------------------------------------------------------------------------------ checks
 
     async def schemas(self) -> str:
+        """A tool of somebody else's server may leave parameters undescribed: its user can not mend that."""
         schemas = self.environment.schemas()
+        offered = tools_of(self.environment.make())
+        foreign = []
         for schema in schemas:
             function = schema["function"]
             name = function["name"]
@@ -149,12 +153,15 @@ class _Kit:
             for parameter, kind in function["parameters"].get("properties", {}).items():
                 if not set(kind) & {"type", "anyOf", "enum", "const", "$ref", "allOf"}:
                     raise _Failed(f"{name}: {parameter} has no type: annotate it")
-                if not kind.get("description"):
+                if not kind.get("description") and not isinstance(offered[name], Tool):
+                    foreign.append(f"{name}.{parameter}")
+                elif not kind.get("description"):
                     raise _Failed(
                         f"{name}: {parameter} has no description: add '{parameter}: …' to the docstring"
                     )
             self.shown += [(seed, f"the schema of {name}", json.dumps(schema)) for seed in self.seeds]
-        return f"{len(schemas)} tools: {', '.join(s['function']['name'] for s in schemas)}"
+        undescribed = f"; their server does not describe {', '.join(foreign)}" if foreign else ""
+        return f"{len(schemas)} tools: {', '.join(s['function']['name'] for s in schemas)}{undescribed}"
 
     async def problems(self) -> str:
         """Also makes the tasks that everything else uses."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from agentrl.cli import tasks
 from agentrl.cli.app import app
+from agentrl.errors import SandboxLost
 from agentrl.store import Store
+from agentrl.types import Task
+from envs.admission import admit
+from envs.evidence import Admission
 from envs.tasks.package import load_task
 
 
@@ -83,3 +89,21 @@ def test_validation_quarantines_a_task_whose_solution_does_nothing(
     assert "solution: does not pass" in first["reasons"][0]
     assert "syntax" in second["reasons"][0]
     assert json.loads(result.stderr.partition("\n")[0])["event"] == "begin"
+
+
+def test_validation_goes_on_when_the_backend_fails_one_task(
+    suite: Path, typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = load_task(sorted(suite.iterdir())[1]).id
+
+    async def lost(task: Task, backend: Any, **how: Any) -> Admission:
+        if task.id == failing:
+            raise SandboxLost("its machine went away.")
+        return await admit(task, backend, **how)
+
+    monkeypatch.setattr(tasks, "admit", lost)
+    result = typed("tasks", "validate", suite, "--light", "--backend", "plain", "--json")
+    assert result.exit_code == 1
+    shown = json.loads(result.stdout)
+    assert (shown["valid"], shown["quarantined"]) == (2, 1)
+    assert shown["tasks"][1]["reasons"] == ["environment/sandbox_lost: its machine went away."]

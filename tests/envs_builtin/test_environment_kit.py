@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from env_sessions import Plain
 
 from envs import conformance
 from envs.conformance import Check, check
-from envs.environment import Grade, Problem, Refused, Step, of_class, tool
+from envs.environment import Grade, Problem, Refused, Step, of_class, tool, tools_of
+from envs.tools import ToolResult
 
 
 class Fit:
@@ -164,6 +166,31 @@ def test_what_is_unfit_fails_the_check_for_it(environment_class: type, name: str
     row = rows(environment_class)[name]
     assert not row.passed
     assert says in row.seen
+
+
+class Foreign:
+    """A tool of a server that describes no parameter."""
+
+    name = "far"
+
+    def schema(self) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {"n": {"type": "integer"}}}
+        return {
+            "type": "function",
+            "function": {"name": "far", "description": "Far away.", "parameters": parameters},
+        }
+
+    async def call(self, workspace: Any, arguments: Mapping[str, Any]) -> ToolResult:
+        return ToolResult(text="done")
+
+
+def test_a_foreign_tool_may_leave_a_parameter_undescribed_and_an_own_one_may_not() -> None:
+    class Mixed(Plain):
+        def tools(self) -> list[Any]:
+            return [Foreign(), *tools_of(Plain()).values()]
+
+    kit = conformance._Kit(of_class(Mixed), range(1))
+    assert asyncio.run(kit.schemas()).endswith("; their server does not describe far.n")
 
 
 def test_a_tool_that_can_not_be_stopped_fails(monkeypatch: pytest.MonkeyPatch) -> None:
