@@ -13,6 +13,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
@@ -54,11 +56,12 @@ class Connections:
 
     def __init__(self, *, headers: Mapping[str, str], connect_s: float, keep_s: float) -> None:
         self._connect_s = connect_s
+        self._proxies = getproxies()
+        self._proxy_of: dict[str, str | None] = {}
         self._session = aiohttp.ClientSession(
             headers=headers,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=keep_s),
             cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=True,
         )
 
     async def post(self, url: str, fields: Mapping[str, Any]) -> Reply:
@@ -78,7 +81,13 @@ class Connections:
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=self._connect_s)
         try:
             async with self._session.request(
-                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+                method,
+                url,
+                data=body,
+                headers=headers,
+                timeout=timeout,
+                proxy=self._proxy(url),
+                allow_redirects=False,
             ) as response:
                 return Reply(url=url, status=response.status, content=await response.read())
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -89,3 +98,12 @@ class Connections:
             if deadline_s is None:
                 raise  # of whoever waits
             raise ConnectionLost(f"no answer in {deadline_s:.0f} s") from error
+
+    def _proxy(self, url: str) -> str | None:
+        """The environment's proxy for a server, looked up once: aiohttp would take a thread per request."""
+        origin = url[: url.find("/", url.find("://") + 3)]
+        if origin not in self._proxy_of:
+            parts = urlsplit(url)
+            wanted = parts.hostname is not None and not proxy_bypass(parts.hostname)
+            self._proxy_of[origin] = self._proxies.get(parts.scheme) if wanted else None
+        return self._proxy_of[origin]
