@@ -45,7 +45,7 @@ from envs.sandbox.docker_disk import HOME, POLICY_ID
 from envs.sandbox.docker_images import PYTHON, TOOLS, DockerImages, Prepared
 from envs.sandbox.engine import API, PING_DEADLINE_S, Engine, EngineRefused, EngineUnknown, socket_path
 from envs.sandbox.live import LiveSandbox
-from envs.sandbox.pressure import Pressure
+from envs.sandbox.pressure import Deadline, Pressure, waited_in_vain
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -158,12 +158,14 @@ class DockerBackend:
         begun = time.monotonic()
         _check_spec(spec, mounts)
         prepared = await self._images.require(image)
-        start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", begun + deadline_s)
+        start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", Deadline(deadline_s))
         try:
-            async with asyncio.timeout(deadline_s):
+            async with start.deadline:
                 await self._open()
                 sandbox = await self._start(start, spec, image, prepared, session, mounts, begun)
         except TimeoutError as error:
+            if start.deadline.queued:
+                raise waited_in_vain(start.name) from error
             raise SandboxError(
                 f"Sandbox {start.name} was not ready within {deadline_s:g} s: waiting for '{start.phase}'.",
                 fix="The engine or the machine is overloaded: start fewer sandboxes at once.",
@@ -295,7 +297,7 @@ class DockerBackend:
             await _whole(self._lay, start, folder, lower, spec, prepared)
             body = await asyncio.to_thread(self._body, name, spec, prepared, session, start.writable, places)
             start.phase = "create"
-            async with self.pressure.slot():
+            async with start.deadline.turn(self.pressure):
                 await self._create_container(start, body)
                 start.phase = "start"
                 await self._start_container(start)
@@ -665,17 +667,17 @@ def examine(path: str) -> dict[str, Any]:
 class _Start:
     """One start under way: its container's name, its deadline, and what it waits for."""
 
-    def __init__(self, name: str, until: float) -> None:
+    def __init__(self, name: str, deadline: Deadline) -> None:
         self.name = name
+        self.deadline = deadline
         self.phase = "prepare"
         self.writable: dict[str, str] = {}
         self.upper: int | None = None
         self.asked = False
         """The engine may have made the container, or may still be about to."""
-        self._until = until
 
     def left(self) -> float:
-        return max(0.01, self._until - time.monotonic())
+        return self.deadline.left()
 
 
 async def _whole(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

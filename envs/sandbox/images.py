@@ -18,9 +18,6 @@ from pathlib import Path
 from agentrl.errors import SandboxError, TaskError
 from agentrl.types import content_hash
 
-COPY_TRIES = 4
-"""How often a folder is read that somebody changes while it is read."""
-
 RECIPES = frozenset(
     {
         "Dockerfile",
@@ -90,9 +87,7 @@ class Images:
                 code="bad_image",
                 phase="prepare",
             )
-        source = workspace(environment)
-        skip = RECIPES if source == environment else frozenset[str]()
-        return self._copy_unchanged(environment, source, skip)
+        return self._copy(environment, "dir:")
 
     async def snapshot(self, folder: str) -> Path:
         """A copy of a folder that is mounted beside an image (tests): readable inside whatever the modes
@@ -104,8 +99,7 @@ class Images:
             raise SandboxError(
                 f"There is no folder {folder} to mount.", code="bad_mount", phase="prepare", retryable=False
             )
-        digest = self._copy_unchanged(folder, folder, frozenset(), kind="mount:")
-        return self.path(digest)
+        return self.path(self._copy(folder, "mount:"))
 
     def path(self, digest: str) -> Path:
         """Where the copy with this digest is, or would be."""
@@ -123,46 +117,36 @@ class Images:
             )
         return path
 
-    def _copy_unchanged(self, whole: Path, source: Path, skip: frozenset[str], *, kind: str = "dir:") -> str:
-        """Copy `source`, a part of `whole` or all of it, under the digest of `whole`, which it returns."""
-        for _ in range(COPY_TRIES):
-            before = folder_digest(whole)
-            digest = kind + before.removeprefix("dir:")
-            if self.path(digest).is_dir():
-                return digest
-            building = self._build(source, skip)
-            try:
-                if folder_digest(whole) == before:
-                    self._give(building, self.path(digest))
-                    return digest
-            finally:
-                shutil.rmtree(building, ignore_errors=True)
-        raise changing(whole)
-
-    def _build(self, source: Path, skip: frozenset[str]) -> Path:
-        """A copy under a name that nobody uses."""
+    def _copy(self, whole: Path, kind: str) -> str:
+        """Copy a folder, `dir:` an environment's or `mount:` any other; returns its digest. That is taken of
+        the copy, so it tells what was copied, whatever happens to the original meanwhile."""
+        digest = kind + folder_digest(whole).removeprefix("dir:")
+        if self.path(digest).is_dir():
+            return digest
         building = self._root / f".building-{os.getpid()}-{os.urandom(6).hex()}"
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(
-                source,
-                building,
-                symlinks=True,
-                ignore=lambda folder, names: skip & set(names) if Path(folder) == source else set(),
-            )
-            for path in (building, *_walk(building)):
+            shutil.copytree(whole, building, symlinks=True)
+            digest = kind + folder_digest(building).removeprefix("dir:")
+            made = workspace(building) if kind == "dir:" else building
+            if kind == "dir:" and made == building:
+                for name in RECIPES:
+                    _discard(building / name)
+            for path in (made, *_walk(made)):
                 self._settle(path)
+            self._give(made, self.path(digest))
         except OSError as error:
+            raise _not_copied(whole, error) from error
+        finally:
             shutil.rmtree(building, ignore_errors=True)
-            raise _not_copied(source, error) from error
-        return building
+        return digest
 
-    def _give(self, building: Path, target: Path) -> None:
+    def _give(self, made: Path, target: Path) -> None:
         try:
-            os.rename(building, target)
-        except OSError as error:
+            os.rename(made, target)
+        except OSError:
             if not target.is_dir():  # Else someone else was faster with the same content.
-                raise _not_copied(target, error) from error
+                raise
 
     def _settle(self, path: Path) -> None:
         """Modes as git keeps them, so that an image does not depend on the umask of who made the folder."""
@@ -172,6 +156,13 @@ class Images:
             path.chmod(0o755 if executable else 0o644)
         if self._owner is not None:
             os.chown(path, *self._owner, follow_symlinks=False)
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _not_copied(what: Path, error: OSError) -> SandboxError:
@@ -184,7 +175,7 @@ def _not_copied(what: Path, error: OSError) -> SandboxError:
 
 
 def changing(folder: Path) -> SandboxError:
-    """For a folder that is not twice the same while an image is made of it."""
+    """For a folder that is no longer the same after an image was made of it."""
     return SandboxError(
         f"{folder} changes while it is read.",
         fix="Finish writing the folder before it is used.",

@@ -42,7 +42,7 @@ from envs.sandbox.kubernetes_line import Dropped, ExecWire, Line, Received, Wire
 from envs.sandbox.kubernetes_pod import LABEL, PORT, SIZED_SINCE, TOOLS, Placement, Wanted, manifest
 from envs.sandbox.kubernetes_watch import Pods
 from envs.sandbox.live import LiveSandbox
-from envs.sandbox.pressure import Pressure
+from envs.sandbox.pressure import Deadline, Pressure, waited_in_vain
 
 T = TypeVar("T")
 
@@ -188,12 +188,14 @@ class KubernetesBackend:
         begun = time.monotonic()
         _check_spec(spec, mounts)
         prepared = await self._images.require(image)
-        start = _Start(f"agentrl-{self.id}-{self._process}{next(self._numbers)}", begun + deadline_s)
+        start = _Start(f"agentrl-{self.id}-{self._process}{next(self._numbers)}", Deadline(deadline_s))
         try:
-            async with asyncio.timeout(deadline_s):
+            async with start.deadline:
                 await self._open()
                 sandbox = await self._start(start, spec, image, prepared, session, mounts, begun)
         except TimeoutError as error:
+            if start.deadline.queued:
+                raise waited_in_vain(start.name) from error
             if start.no_node is not None:
                 raise _no_node(start.name, start.no_node) from error
             raise SandboxError(
@@ -340,7 +342,7 @@ class KubernetesBackend:
         line: Line | None = None
         try:
             start.phase = "create"
-            async with self.pressure.slot():
+            async with start.deadline.turn(self.pressure):
                 pod = await self._create_pod(start, manifest(wanted))
                 pod = await self._await_ready(start, pod)
             self._pin_image(image, pod, name)
@@ -827,17 +829,17 @@ async def _may(cluster: Cluster, namespace: str, kind: str, sub: str, verb: str)
 class _Start:
     """One start under way: its pod's name, its deadline, and what it waits for."""
 
-    def __init__(self, name: str, until: float) -> None:
+    def __init__(self, name: str, deadline: Deadline) -> None:
         self.name = name
+        self.deadline = deadline
         self.phase = "prepare"
         self.asked = False
         """The cluster may have made the pod, or may still be about to."""
         self.no_node: str | None = None
         """Why no node takes it, as the scheduler says; None when one did."""
-        self._until = until
 
     def left(self) -> float:
-        return max(0.01, self._until - time.monotonic())
+        return self.deadline.left()
 
 
 async def _quiet(work: Coroutine[Any, Any, Any]) -> None:

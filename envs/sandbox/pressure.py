@@ -4,7 +4,7 @@ multiplicative decrease.
 An engine that is asked for more than it can do at once gets slower for everyone. The limit starts at its
 maximum; an operation that took several times as long as the quickest ones, or failed, halves it, at most once
 per second; each good one raises it a little. Waiting is first come, first served. The invariant: never more
-than `maximum` at once.
+than `maximum` at once. What an operation waits for its turn is no time of its own: see `Deadline`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import TracebackType
+
+from agentrl.errors import SandboxError
 
 SLOW_FACTOR = 6.0
 """So many times the quickest latency counts as overload; less is what sharing the machine costs anyway."""
@@ -21,6 +24,8 @@ REST_S = 1.0
 """Between two decreases: operations that began before the first one say nothing new."""
 _FORGET = 1.02
 """The quickest latency is forgotten at this rate, so that a machine that became slower is accepted."""
+QUEUE_DEADLINE_S = 1800.0
+"""Longest wait for a turn: with a healthy engine, thousands of sandboxes before it."""
 
 
 class Pressure:
@@ -94,3 +99,54 @@ class Pressure:
             if not turn.done():
                 self._take()
                 turn.set_result(None)
+
+
+class Deadline:
+    """When an operation must be over, not counting its wait for a turn. An asynchronous context around the
+    operation: ends it with `TimeoutError`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
+        self._limit = asyncio.timeout(seconds)
+        self.queued = False
+        """It waits for its turn."""
+
+    async def __aenter__(self) -> Deadline:
+        await self._limit.__aenter__()
+        self._move(self._seconds)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._limit.__aexit__(kind, error, tb)
+
+    def left(self) -> float:
+        """Seconds of its own; never none at all, so that whoever waits is ended by the deadline itself."""
+        return max(0.01, self._until - time.monotonic())
+
+    @asynccontextmanager
+    async def turn(self, pressure: Pressure) -> AsyncIterator[None]:
+        """Hold a slot. The deadline stands still while it is waited for, at most `QUEUE_DEADLINE_S`."""
+        left_s = self.left()
+        self._move(QUEUE_DEADLINE_S)
+        self.queued = True
+        async with pressure.slot():
+            self.queued = False
+            self._move(left_s)
+            yield
+
+    def _move(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+        self._limit.reschedule(asyncio.get_running_loop().time() + seconds)
+
+
+def waited_in_vain(name: str) -> SandboxError:
+    """For a sandbox whose turn to be started did not come."""
+    return SandboxError(
+        f"Sandbox {name} waited {QUEUE_DEADLINE_S:g} s for its turn to be started.",
+        fix="Run fewer sandboxes at once: the engine starts them more slowly than they are asked for.",
+        code="start_timeout",
+        phase="queue",
+    )
