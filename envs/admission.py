@@ -325,7 +325,7 @@ async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool =
             )
         if not light and not reasons:
             for attack in (*attacks(task), *linked_answers(task, gold)):
-                if not grading.gradable(attack.changes, task.grader.protected_paths)[0]:
+                if not grading.gradable(attack.changes, grading.guarded(task))[0]:
                     tried.append(attack.name)
                     continue
                 passed, _, _ = await _passes(
@@ -424,7 +424,7 @@ async def _passes(
 ) -> tuple[bool, str, grading.Cost | None]:
     """Whether a diff earns the full reward, what was seen, and what judging took when there is a verdict. An
     unscored attempt earned nothing."""
-    kept, _ = grading.gradable(changes, task.grader.protected_paths)
+    kept, _ = grading.gradable(changes, grading.guarded(task))
     try:
         judged = await grading.verify(task, backend, image=image, changes=kept, session=session)
     except TaskError as error:

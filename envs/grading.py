@@ -17,6 +17,7 @@ import math
 import posixpath
 import time
 from dataclasses import dataclass, replace
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from agentrl.errors import BoundaryError, SandboxError, TaskError
@@ -39,6 +40,7 @@ from envs.graders import registry as graders
 from envs.graders.contract import Attempt, Graded, Grader, Steps, TestsSeen
 from envs.report import PROGRAM_HASH, TestReport, TestRun
 from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Isolation, Mount
+from envs.sandbox.images import workspace
 from envs.tasks import package
 
 GRADER_REVISION = f"1+{PROGRAM_HASH[:16]}"
@@ -84,6 +86,34 @@ def diff_hash(changes: tuple[FileChange, ...]) -> str:
 
 def _is_cache(path: str) -> bool:
     return "__pycache__" in path.split("/") or path.endswith((".pyc", ".pyo"))
+
+
+def guarded(task: Task) -> tuple[str, ...]:
+    """The task's protected paths, and those at which an attempt would shadow what is in them: a module by the
+    name of one in a protected folder of the import path, in a folder that comes before it. What the workspace
+    itself brings at such a path stays the attempt's."""
+    protected = tuple(posixpath.normpath(path) for path in task.grader.protected_paths)
+    root = workspace(Path(task.path) / "environment")
+    places = [
+        posixpath.relpath(place, task.sandbox.workdir)
+        for place in task.sandbox.env.get("PYTHONPATH", "").split(":")
+        if place.startswith("/")
+    ]
+    found = list(protected)
+    for number, place in enumerate(places):
+        if place not in protected or not (root / place).is_dir():
+            continue
+        inside = [p for p in (root / place).iterdir() if p.suffix in ("", ".py")]
+        names = {p.stem for p in inside if not p.stem.startswith("__")}
+        before = [earlier for earlier in places[:number] if not earlier.startswith("..")]
+        shadows = (
+            posixpath.normpath(f"{earlier}/{name}{end}")
+            for earlier in before
+            for name in sorted(names)
+            for end in ("", ".py", ".so", *EXTENSION_SUFFIXES)
+        )
+        found += [path for path in shadows if not (root / path).exists()]
+    return tuple(dict.fromkeys(found))
 
 
 def gradable(
@@ -165,7 +195,7 @@ async def grade(
     """
     admitted = _admitted(task, image, admission)
     try:
-        kept, undone = gradable(changes, task.grader.protected_paths)
+        kept, undone = gradable(changes, guarded(task))
         result = await verify(
             task, backend, image=image, changes=kept, session=session, attempted=Attempted(steps=steps)
         )

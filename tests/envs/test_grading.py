@@ -11,7 +11,7 @@ from faulty_backend import FIX, Faults, attempt, small_task
 from agentrl.errors import SandboxError
 from agentrl.types import EvidenceKey, Task, Verdict
 from envs.admission import attacks
-from envs.grading import diff_hash, gradable
+from envs.grading import diff_hash, gradable, guarded
 from envs.sandbox.contract import FileChange
 
 SUBMIT = ("submit", {})
@@ -242,6 +242,37 @@ def test_protected_paths_their_contents_and_their_parents_are_undone() -> None:
     kept, undone = gradable(changes, ("tests", "deep/inside.py", "lib/a/b.py"))
     assert [c.path for c in kept] == ["a.py", "deep2", "tests_other.py"]
     assert undone == 4
+
+
+def test_a_module_that_would_be_found_before_a_protected_one_is_undone_too(tmp_path: Path) -> None:
+    task = small_task(
+        tmp_path / "t",
+        environment={
+            ".site/pytest/__init__.py": "",
+            ".site/six.py": "",
+            ".site/six-1.dist-info/METADATA": "",
+            ".site/mine.py": "",
+            "src/mine.py": "",
+        },
+        protected_paths=["tests", ".site"],
+    )
+    path = "/app/src:/app:/app/.site:/elsewhere"
+    task = replace(task, sandbox=replace(task.sandbox, env={"PYTHONPATH": path}))
+    own = ("src/mine.py", "cart.py", "__init__.py", "other.py", "six-notes.py", "pytest.ini", "lib/pytest.py")
+    undone = (
+        "pytest.py",
+        "pytest/__init__.py",
+        "src/pytest.py",
+        "six.py",
+        "src/six/a.py",
+        "mine.py",
+        "six.so",
+    )
+    assert {"tests", ".site"} <= set(guarded(task))
+    kept, count = gradable(tuple(change(name) for name in (*own, *undone)), guarded(task))
+    assert ({change.path for change in kept}, count) == (set(own), len(undone))
+    bare = replace(task, sandbox=replace(task.sandbox, env={}))
+    assert guarded(bare) == ("tests", ".site")
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../b", ".."])
