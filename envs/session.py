@@ -224,7 +224,7 @@ class Session:
                 key = f"{key}.{digest}"
                 if key in self._done:
                     return replace(from_json(Observation, self._done[key]), action_id=action.id)
-                if key in self._begun and action.tool not in tools.REPEATABLE:
+                if key in self._begun:
                     raise SandboxError(
                         f"Session {self.id}: how far '{action.tool}' came before the restart is unknown.",
                         fix="Run the whole attempt again.",
@@ -232,7 +232,8 @@ class Session:
                         code="lost_on_restart",
                         phase=action.tool,
                     )
-                self._note(_BEGUN + key, "")
+                if action.tool not in tools.REPEATABLE:
+                    self._note(_BEGUN + key, "")
             if self.state is not State.READY:
                 raise SandboxError(
                     f"Session {self.id} is {self.state}, not ready for an action.",

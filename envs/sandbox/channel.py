@@ -53,7 +53,7 @@ class Channel:
         channel = cls(sandbox, post_mortem)
         connection.setblocking(False)
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(
+        transport, _ = await loop.create_unix_connection(
             lambda: _Wire(channel._on_data, channel._on_lost), sock=connection
         )
         channel._transport = transport

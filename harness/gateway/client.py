@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -26,6 +26,7 @@ import pydantic
 
 from agentrl.config import environment
 from agentrl.errors import AgentRLError, ConfigError, SandboxError
+from agentrl.inference.connections import Connections, NotConnected, TransportError
 from agentrl.types import Fault, Limits, Observation, Termination, Verdict, from_json, to_dict
 from envs.evidence import Admission
 from harness.gateway import wire
@@ -40,6 +41,13 @@ ANSWER_S = HOLD_S + 30.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 CONNECTIONS = 1024
+"""Of a synchronous client, which several threads may share."""
+CONNECT_S = 10.0
+KEEP_S = 4.0
+"""How long an idle connection is kept; the gateway's server keeps it five seconds."""
+_ASKED = frozenset({"authorization", "content-type"})
+_OF_THE_WIRE = frozenset({"content-encoding", "content-length", "transfer-encoding"})
+"""Headers about how an answer travelled, which is over."""
 _YOURS = frozenset({401, 403, 413, 422})
 """Statuses that say that the request itself is wrong."""
 
@@ -150,7 +158,7 @@ def _builder(url: str, token: str) -> Callable[[Call[Any]], httpx.Request]:
             params=dict(call.params) or None,
             content=call.body,
             headers=headers,
-            extensions={"timeout": httpx.Timeout(ANSWER_S, connect=10.0).as_dict()},
+            extensions={"timeout": httpx.Timeout(ANSWER_S, connect=CONNECT_S).as_dict()},
         )
 
     return build
@@ -208,15 +216,52 @@ class Client:
         self.close()
 
 
-class AsyncClient:
-    """A gateway for asynchronous callers. Belongs to one event loop."""
+class Way(Protocol):
+    """How requests reach a gateway: what any asynchronous transport of httpx offers."""
 
-    def __init__(
-        self, url: str, *, token: str | None = None, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response: ...
+
+    async def aclose(self) -> None: ...
+
+
+class _Kept:
+    """Over connections that are kept, at a fifth of what httpx's own transport costs."""
+
+    def __init__(self) -> None:
+        self._connections: Connections | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self._connections is None:  # It belongs to the event loop of the first request.
+            self._connections = Connections(headers={}, connect_s=CONNECT_S, keep_s=KEEP_S)
+        asked = {name: value for name, value in request.headers.items() if name in _ASKED}
+        try:
+            reply = await self._connections.send(
+                request.method,
+                str(request.url),
+                request.content or None,
+                headers=asked,
+                deadline_s=ANSWER_S,
+            )
+        except NotConnected as error:
+            raise httpx.ConnectError(str(error)) from error
+        except TransportError as error:
+            raise httpx.ReadError(str(error)) from error
+        told = [(name, value) for name, value in reply.headers.items() if name.lower() not in _OF_THE_WIRE]
+        return httpx.Response(reply.status, headers=told, content=reply.content)
+
+    async def aclose(self) -> None:
+        if self._connections is not None:
+            await self._connections.close()
+            self._connections = None
+
+
+class AsyncClient:
+    """A gateway for asynchronous callers. Belongs to one event loop. `way`: another one to it, for tests."""
+
+    def __init__(self, url: str, *, token: str | None = None, way: Way | None = None) -> None:
         self.token = token_of(token)
         self._build = _builder(url, self.token)
-        self._http = httpx.AsyncClient(transport=transport, limits=httpx.Limits(max_connections=CONNECTIONS))
+        self._way = way or _Kept()
 
     async def send(self, call: Call[T]) -> T:
         """Carry it out. Raises `ConfigError` or `SandboxError`."""
@@ -229,7 +274,9 @@ class AsyncClient:
                     step = next(steps)
                     continue
                 try:
-                    got: httpx.Response | httpx.TransportError = await self._http.send(step)
+                    response = await self._way.handle_async_request(step)
+                    await response.aread()
+                    got: httpx.Response | httpx.TransportError = response
                 except httpx.TransportError as error:
                     got = error
                 step = steps.send(got)
@@ -238,7 +285,7 @@ class AsyncClient:
                 return value
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._way.aclose()
 
     async def __aenter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
 
 from agentrl.errors import ConfigError
 from agentrl.store import Store, TenantRow
@@ -105,8 +106,8 @@ def serve(
             finally:
                 await gateway.stop()
 
-        with listening:
-            asyncio.run(run())
+        with listening, asyncio.Runner(loop_factory=auto_loop_factory()) as loop:
+            loop.run(run())
     if signal.SIGINT in stopped:
         raise KeyboardInterrupt
 

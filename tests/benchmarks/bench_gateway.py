@@ -2,8 +2,10 @@
 
 python tests/benchmarks/bench_gateway.py --backend local --clients 64 --sessions 64 --calls 20
 
-Each attempt opens a session, reads a file in it `--calls` times and finalizes it. The gateway lives in a
-process of its own; the backend, the tasks and the limits are the same on both sides.
+Each attempt opens a session, reads a file in it `--calls` times and finalizes it; the attempts that live at
+the same time call together, before the first and after the last of them does anything else, so that a rate of
+calls is one of calls only. The gateway lives in a process of its own; the backend, the tasks and the limits
+are the same on both sides. On a busy machine compare the processor time per call.
 """
 
 from __future__ import annotations
@@ -43,10 +45,16 @@ KEY = b"key of the benchmark"
 class Side:
     """Times in milliseconds, and how attempts ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: int | None = None) -> None:
+        self.server = server
+        """Its process."""
         self.times: dict[str, list[float]] = {}
         self.ends: Counter[str] = Counter()
         self.wall_s = 0.0
+        self.calling_s = 0.0
+        """While calls were made, and nothing else."""
+        self.cpu_s = {"client": 0.0, "server": 0.0}
+        """Processor time of that: of this process, and of the gateway's."""
 
     async def timed(self, what: str, operation: Awaitable[T]) -> T:
         begun = time.perf_counter()
@@ -63,6 +71,14 @@ class Side:
         given: argparse.Namespace,
     ) -> None:
         limit = asyncio.Semaphore(given.clients)
+        together = asyncio.Barrier(given.clients)
+
+        async def calls(session: Any) -> None:
+            path = {"path": str(task.metadata["file"])}
+            for step in range(given.calls):
+                action = Action(id=str(step), tool="read_file", arguments=path)
+                seen = await self.timed("call", session.call(action))
+                assert not seen.is_error, seen.text
 
         async def one(number: int) -> None:
             async with limit:
@@ -73,11 +89,14 @@ class Side:
                     ),
                 )
                 try:
-                    for step in range(given.calls):
-                        path = {"path": str(task.metadata["file"])}
-                        action = Action(id=str(step), tool="read_file", arguments=path)
-                        seen = await self.timed("call", session.call(action))
-                        assert not seen.is_error, seen.text
+                    first = await together.wait() == 0
+                    begun, client, server = time.perf_counter(), time.process_time(), self.cpu_of_server()
+                    await calls(session)
+                    await together.wait()
+                    if first:
+                        self.calling_s += time.perf_counter() - begun
+                        self.cpu_s["client"] += time.process_time() - client
+                        self.cpu_s["server"] += self.cpu_of_server() - server
                     verdict = await self.timed(
                         "finalize", session.finalize(termination=Termination.FINISHED, fault=None)
                     )
@@ -89,21 +108,24 @@ class Side:
         await asyncio.gather(*(one(number) for number in range(given.sessions)))
         self.wall_s = time.perf_counter() - begun
 
-    def rate_within(self, what: str, clients: int) -> float:
-        """How many a second there are while that is all that is done: `clients` at once, each as long as it
-        took here. (Over the whole run one second of verification counts as much as hundreds of calls.)"""
-        times = self.times[what]
-        return round(clients * 1000 * len(times) / sum(times), 1)
+    def cpu_of_server(self) -> float:
+        """Processor seconds so far; 0 where the server is this process."""
+        if self.server is None:
+            return 0.0
+        fields = Path(f"/proc/{self.server}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def summary(self, clients: int) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         def quantile(values: list[float], share: float) -> float:
             return round(sorted(values)[min(len(values) - 1, int(share * len(values)))], 2)
 
         return {
             "wall_s": round(self.wall_s, 2),
             "sessions_per_s": round(len(self.times["open"]) / self.wall_s, 2),
-            "calls_per_s": round(len(self.times["call"]) / self.wall_s, 1),
-            "calls_per_s_while_calling": self.rate_within("call", clients),
+            "calls_per_s_while_calling": round(len(self.times["call"]) / self.calling_s, 1),
+            "cpu_ms_per_call": {
+                side: round(1000 * spent / len(self.times["call"]), 3) for side, spent in self.cpu_s.items()
+            },
             "ms": {w: {"p50": quantile(v, 0.5), "p99": quantile(v, 0.99)} for w, v in self.times.items()},
             "ends": dict(self.ends),
         }
@@ -143,7 +165,7 @@ async def there(task: Task, given: argparse.Namespace, folder: Path) -> Side:
         told = json.loads(await asyncio.to_thread(process.stdout.readline))
         client = AsyncClient(told["url"], token=TOKEN)
         place = GatewayPlace(told["url"], name=given.backend, isolation=told["isolation"], client=client)
-        side = Side()
+        side = Side(process.pid)
         await place.admit(task)
         await side.attempts(place, place.open, task, None, given)
         await place.close()
@@ -162,12 +184,14 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--calls", type=int, default=20)
     given = parser.parse_args()
+    if given.sessions % given.clients:
+        parser.error("--sessions must be a multiple of --clients: they call together")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         task = load_task(generate(folder / "suite", train=1, heldout=0, seed=1)[0])
         sides = {
-            "in_process": asyncio.run(here(task, given, folder)).summary(given.clients),
-            "gateway": asyncio.run(there(task, given, folder)).summary(given.clients),
+            "in_process": asyncio.run(here(task, given, folder)).summary(),
+            "gateway": asyncio.run(there(task, given, folder)).summary(),
         }
     ratio = sides["gateway"]["sessions_per_s"] / sides["in_process"]["sessions_per_s"]
     load = os.getloadavg()[0]

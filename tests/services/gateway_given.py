@@ -295,7 +295,7 @@ async def world(
     gateway = Gateway(store=store, backend=place, tasks=tasks, settings=Settings(**values), **more)
     await gateway.start()
     transport = httpx.ASGITransport(create_app(gateway, own=False))
-    clients = {name: AsyncClient(URL, token=token, transport=transport) for name, token in TOKENS.items()}
+    clients = {name: AsyncClient(URL, token=token, way=transport) for name, token in TOKENS.items()}
     try:
         yield World(gateway, place, store, transport, clients)
     finally:

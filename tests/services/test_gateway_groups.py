@@ -48,7 +48,7 @@ def attempts(place: GatewayPlace, task: Task, chat: ChatFormat) -> MakeAttempt:
 
 
 async def collected(here: World, task: Task, *, concurrency: int) -> list[GroupOutcome]:
-    client = AsyncClient(URL, token=TOKENS["ada"], transport=here.transport)
+    client = AsyncClient(URL, token=TOKENS["ada"], way=here.transport)
     place = GatewayPlace(URL, name="memory", isolation="docker", client=client)
     chat = ChatFormat(build_tokenizer([task.instruction] * 50, vocabulary=400))
 

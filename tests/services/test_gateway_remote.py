@@ -47,7 +47,7 @@ LONE_SURROGATE = (
 
 
 def place_of(here: World, transport: httpx.AsyncBaseTransport | None = None) -> GatewayPlace:
-    client = AsyncClient(URL, token=TOKENS["ada"], transport=transport or here.transport)
+    client = AsyncClient(URL, token=TOKENS["ada"], way=transport or here.transport)
     return GatewayPlace(URL, name="memory", isolation="docker", client=client)
 
 
@@ -85,7 +85,7 @@ def test_an_attempt_through_a_gateway_is_the_attempt_made_here(tmp_path: Path) -
             gateway = Gateway(store=store, backend=backend, tasks=[task], settings=Settings(slots=2))
             await gateway.start()
             transport = httpx.ASGITransport(create_app(gateway, own=False))
-            client = AsyncClient(URL, token=TOKENS["ada"], transport=transport)
+            client = AsyncClient(URL, token=TOKENS["ada"], way=transport)
             place = GatewayPlace(URL, name="plain", isolation="none", client=client)
             try:
                 admission = await place.admit(task)
@@ -240,7 +240,7 @@ def test_mistakes_of_the_caller_are_config_errors_that_say_what_to_do(
 
     async def run() -> None:
         async with world(store, [task]) as here:
-            stranger = AsyncClient(URL, token="nobody's", transport=here.transport)
+            stranger = AsyncClient(URL, token="nobody's", way=here.transport)
             with pytest.raises(ConfigError, match="agentrl serve tenant"):
                 await stranger.send(calls.capacity())
             await stranger.close()
