@@ -64,13 +64,12 @@ class Ahead:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Case, asyncio.Runner]]:
     with namespace() as space:
         folder = tmp_path_factory.mktemp("kubernetes")
-        backend = Ahead(
-            KubernetesBackend(folder / "state", placement=Placement(namespace=space, reach="exec"))
-        )
+        inner = KubernetesBackend(folder / "state", placement=Placement(namespace=space, reach="exec"))
+        backend = Ahead(inner)
         with asyncio.Runner() as runner:
             yield Case(backend, folder, kill_agent), runner
             runner.run(backend.close())
-        assert backend.leaked == 0
+        assert inner.leaked == 0
         assert pods_in(space) == []
         assert backends_in(space) == []
 
