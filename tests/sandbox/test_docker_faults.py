@@ -133,11 +133,10 @@ def test_a_restarted_container_does_not_come_back_to_life(state: Path) -> None:
             with pytest.raises(SandboxLost) as caught:
                 await sh(box, "echo on a blank container")
             assert caught.value.owner == "environment"
-            async with asyncio.timeout(20):
-                while docker("inspect", "-f", "{{.State.Running}}", box.info.id) != "false":
-                    await asyncio.sleep(0.1)
+            await asyncio.wait_for(asyncio.to_thread(docker, "wait", box.info.id), 20)
             with pytest.raises(SandboxLost):
                 await box.probe()
+            assert docker("inspect", "-f", "{{.State.Running}}", box.info.id) == "false"
 
     asyncio.run(check())
 
