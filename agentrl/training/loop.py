@@ -501,6 +501,7 @@ class _Run:
         )
         make = sampling.demonstrations_by(place, habits)
         examples = await sampling.collect(place, requests, make, phase="demonstration")
+        examples.sort(key=lambda t: t.id)  # not as they happened to finish: a seed means one cold start
         here = asyncio.get_running_loop()
         steps = wanted.epochs * -(-len(examples) // wanted.batch)
         self.listener.begin("imitation", total=steps, unit="steps")

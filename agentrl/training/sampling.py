@@ -126,7 +126,7 @@ def demonstrations_by(place: Workplace, habits: Habits) -> groups.MakeAttempt:
     )
 
     async def make(task: Task, group_id: str, index: int, attempt: int) -> Trajectory:
-        seed = f"{place.config.run.seed}/{group_id}/{index}"
+        seed = draws_of(place.config.run.seed, place.run_id, group_id, index)
         environment = registry.of_task(task)
         script: Script
         if environment is not None:
@@ -287,6 +287,11 @@ def ran_tests(trajectory: Trajectory) -> bool:
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+def draws_of(seed: int, run_id: str, group_id: str, index: int) -> str:
+    """What a scripted attempt draws from: the same in every run with this seed, whatever its id."""
+    return f"{seed}/{group_id.removeprefix(run_id)}/{index}"
 
 
 def requests_for(

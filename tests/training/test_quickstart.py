@@ -7,6 +7,7 @@ import pytest
 from agentrl.algo import recipes
 from agentrl.cli.training import QUICKSTART, for_the_suite
 from agentrl.config import load
+from agentrl.training.sampling import draws_of
 
 
 def composed(algo: str) -> recipes.Recipe:
@@ -28,3 +29,9 @@ def test_where_the_state_at_the_turn_limit_is_graded_no_critic_adds_a_future_to_
 
 def test_a_recipe_without_critic_is_told_nothing_more() -> None:
     assert for_the_suite("grpo") == for_the_suite("rloo") == []
+
+
+def test_the_demonstrator_of_a_seed_draws_the_same_in_every_run() -> None:
+    first, again = (draws_of(1, run, f"{run}-d00007", 0) for run in ("15dccd016738", "5fad1865bc65"))
+    assert first == again
+    assert len({first, draws_of(2, "x", "x-d00007", 0), draws_of(1, "x", "x-d00008", 0)}) == 3
