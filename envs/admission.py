@@ -307,11 +307,14 @@ async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool =
     runtimes: list[float] = []
     costs: list[grading.Cost] = []
     try:
+        protected = grading.guarded(task)
         gold = await _solution(task, backend, image)
         for number in range(repeats):
             for label, changes, wanted in (("solution", gold, True), ("empty", (), False)):
                 begun, timed = time.monotonic(), _Timed(backend)
-                passed, why, cost = await _passes(task, timed, image, changes, f"admit-{label}-{number}")
+                passed, why, cost = await _passes(
+                    task, timed, image, grading.gradable(changes, protected)[0], f"admit-{label}-{number}"
+                )
                 costs += [cost] if cost is not None else []
                 runtimes.append(time.monotonic() - begun - timed.creating_s)
                 if passed is not wanted:
@@ -325,12 +328,11 @@ async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool =
             )
         if not light and not reasons:
             for attack in (*attacks(task), *linked_answers(task, gold)):
-                if not grading.gradable(attack.changes, grading.guarded(task))[0]:
+                kept = grading.gradable(attack.changes, protected)[0]
+                if not kept:
                     tried.append(attack.name)
                     continue
-                passed, _, _ = await _passes(
-                    task, backend, image, attack.changes, f"admit-attack-{attack.name}"
-                )
+                passed, _, _ = await _passes(task, backend, image, kept, f"admit-attack-{attack.name}")
                 if passed:
                     reasons.append(f"exploit {attack.name}: earns a reward")
                 else:
@@ -420,11 +422,10 @@ def needed_s(costs: Sequence[grading.Cost]) -> float:
 
 
 async def _passes(
-    task: Task, backend: Backend, image: str, changes: tuple[FileChange, ...], session: str
+    task: Task, backend: Backend, image: str, kept: tuple[FileChange, ...], session: str
 ) -> tuple[bool, str, grading.Cost | None]:
-    """Whether a diff earns the full reward, what was seen, and what judging took when there is a verdict. An
-    unscored attempt earned nothing."""
-    kept, _ = grading.gradable(changes, grading.guarded(task))
+    """Whether what is `gradable` of a diff earns the full reward, what was seen, and what judging took when
+    there is a verdict. An unscored attempt earned nothing."""
     try:
         judged = await grading.verify(task, backend, image=image, changes=kept, session=session)
     except TaskError as error:
