@@ -136,6 +136,8 @@ class ColdstartSection(_Section):
     """How often it submits after failing tests instead of trying another alternative."""
     change_mind: Share = 0.5
     """How often it edits again where it does not run the tests."""
+    threads: NonNegative = 0
+    """Threads of the imitation; 0: `run.threads`. No sandbox wants the processors meanwhile."""
 
 
 class RolloutSection(_Section):

@@ -184,7 +184,7 @@ class Witness:
         raw: bytes = await self._within("read_file", self.sandbox.read_file(path, max_bytes=max_bytes))
         return raw
 
-    async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
+    async def write_file(self, path: str, data: bytes, *, mode: int | None) -> None:
         await self._within("write_file", self.sandbox.write_file(path, data, mode=mode))
 
     async def kill_all(self) -> int:

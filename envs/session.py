@@ -303,7 +303,7 @@ class Session:
     async def read_file(self, path: str, *, max_bytes: int) -> bytes:
         return await self._witness.read_file(self._at(path), max_bytes=max_bytes)
 
-    async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
+    async def write_file(self, path: str, data: bytes, *, mode: int | None) -> None:
         await self._witness.write_file(self._at(path), data, mode=mode)
 
     async def diff(self) -> tuple[FileChange, ...]:

@@ -42,7 +42,7 @@ class Workspace(Protocol):
 
     async def read_file(self, path: str, *, max_bytes: int) -> bytes: ...
 
-    async def write_file(self, path: str, data: bytes, *, mode: int) -> None: ...
+    async def write_file(self, path: str, data: bytes, *, mode: int | None) -> None: ...
 
     async def visible_tests(self) -> tuple[str, ...]:
         """Paths of the tests that the policy may see, relative to the workdir."""
@@ -166,16 +166,8 @@ async def replace_in_file(workspace: Workspace, path: str, old: str, new: str) -
     count = raw.count(before)
     if count != 1:
         return failed(f"old occurs {count} times in {path}, not exactly once. Nothing was changed.")
-    stat = await workspace.exec(
-        ExecRequest(
-            exec_id=workspace.next_exec_id(), argv=("stat", "-L", "-c", "%a", "--", path), timeout_s=20.0
-        )
-    )
-    if stat.exit_code != 0:
-        return failed(f"Cannot read the mode of {path}. Nothing was changed.")
-    mode = int(stat.stdout.head.decode("ascii").strip(), 8)
     try:
-        await workspace.write_file(path, raw.replace(before, after), mode=mode)
+        await workspace.write_file(path, raw.replace(before, after), mode=None)
     except PermissionError:
         return failed(f"No permission for {path}. Nothing was changed.")
     except OSError as error:

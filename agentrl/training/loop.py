@@ -510,17 +510,23 @@ class _Run:
             facts = {"loss": round(at.loss, 4), "accuracy": round(at.accuracy, 4)}
             here.call_soon_threadsafe(lambda: self.listener.advance(1, **facts))
 
-        losses = await asyncio.to_thread(
-            lambda: learner.imitate(
-                examples,
-                epochs=wanted.epochs,
-                mini_batch=wanted.batch,
-                learning_rate=wanted.learning_rate,
-                schedule="cosine",
-                warmup_steps=min(30, steps // 10),
-                progress=tell,
-            )
-        )
+        def imitate() -> list[float]:
+            usual = torch.get_num_threads()
+            torch.set_num_threads(wanted.threads or usual)
+            try:
+                return learner.imitate(
+                    examples,
+                    epochs=wanted.epochs,
+                    mini_batch=wanted.batch,
+                    learning_rate=wanted.learning_rate,
+                    schedule="cosine",
+                    warmup_steps=min(30, steps // 10),
+                    progress=tell,
+                )
+            finally:
+                torch.set_num_threads(usual)
+
+        losses = await asyncio.to_thread(imitate)
         self.store.log(self.run_id, [(i, "imitation/loss", x) for i, x in enumerate(losses)])
         self.listener.end(loss=round(losses[-1], 4))
 

@@ -759,13 +759,18 @@ def read_file(path: str, max_bytes: int) -> tuple[Header, bytes]:
     }, data
 
 
-def write_file(path: str, data: bytes, mode: int, sha256: str, owner: int) -> Header:
+def write_file(path: str, data: bytes, mode: int | None, sha256: str, owner: int) -> Header:
     """Write beside the target, read back, rename. Created parents belong to `owner`, who the caller is now.
 
     What is there already is not written again: a write whose answer was lost is asked for once more, and must
     not need twice the room."""
     if hashlib.sha256(data).hexdigest() != sha256:
         raise Refused("corrupt", f"{len(data)} bytes arrived with another hash than they were sent with")
+    if mode is None:
+        try:
+            mode = stat.S_IMODE(os.stat(path).st_mode)
+        except FileNotFoundError:
+            mode = 0o644
     if _is_there(path, len(data), mode, sha256, owner):
         return {"size": len(data)}
     folder = os.path.dirname(path)
@@ -1174,7 +1179,7 @@ class Agent:
                 return read_file(path, int(header["max_bytes"]))
             if op == "write":
                 owner = os.getuid() if settings.policy_uid is None else settings.policy_uid
-                return write_file(path, body, int(header["mode"]), header["sha256"], owner), b""
+                return write_file(path, body, header["mode"], header["sha256"], owner), b""
             if op == "stat":
                 facts_ = os.stat(path)
                 return {"size": facts_.st_size, "mode": facts_.st_mode, "uid": facts_.st_uid}, b""

@@ -482,6 +482,9 @@ async def a_written_file_reads_back_and_belongs_to_the_policy(case: Case) -> Non
             box, "stat -c %a deep/er/file.bin; id -u > me; stat -c %u deep > owner; cmp me owner"
         )
         assert (facts.stdout.head, facts.exit_code) == (b"640\n", 0)
+        await box.write_file("deep/er/file.bin", b"kept", mode=None)
+        await box.write_file("deep/er/fresh.bin", b"", mode=None)
+        assert (await sh(box, "stat -c %a deep/er/*; rm deep/er/fresh.bin")).stdout.head == b"640\n644\n"
         await box.write_file("deep/er/file.bin", b"new")
         assert (await sh(box, "cat deep/er/file.bin; ls -A deep/er")).stdout.head == b"newfile.bin\n"
         assert (await sh(box, "rm -rf deep && ! test -e deep")).exit_code == 0

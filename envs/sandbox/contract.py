@@ -167,8 +167,9 @@ class Sandbox(Protocol):
         PermissionError, or ValueError when it is larger than `max_bytes`."""
         ...
 
-    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write atomically as the policy user (size and hash checked on the far side, then renamed)."""
+    async def write_file(self, path: str, data: bytes, *, mode: int | None = 0o644) -> None:
+        """Write atomically as the policy user (size and hash checked on the far side, then renamed). Without
+        `mode` a file that is there keeps its own."""
         ...
 
     async def probe(self) -> Health: ...

@@ -208,7 +208,7 @@ class LiveSandbox:
             )
         return body
 
-    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+    async def write_file(self, path: str, data: bytes, *, mode: int | None = 0o644) -> None:
         digest = hashlib.sha256(data).hexdigest()
         header = {"op": "write", "path": self._paths.inside(path), "mode": mode, "sha256": digest}
         await self._call(header, data, deadline_s=self._allowance_s)

@@ -57,7 +57,7 @@ class FaultySandbox:
         await self._before("read_file")
         return await self.inner.read_file(path, max_bytes=max_bytes)
 
-    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+    async def write_file(self, path: str, data: bytes, *, mode: int | None = 0o644) -> None:
         await self._before("write_file")
         await self.inner.write_file(path, data, mode=mode)
 

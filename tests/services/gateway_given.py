@@ -201,7 +201,7 @@ class MemorySandbox:
             raise ValueError("larger than asked for")
         return self._files[path]
 
-    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+    async def write_file(self, path: str, data: bytes, *, mode: int | None = 0o644) -> None:
         await self._backend.before("write_file", self._session)
         self._files[path] = data
 
