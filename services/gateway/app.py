@@ -51,9 +51,12 @@ Epoch = Annotated[
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": wire.ErrorBody, "description": about}
     for status, about in {
+        400: "The body is no JSON.",
         401: "No tenant's token.",
+        403: "This gateway does not allow it, or the sandbox's file does not.",
         404: "No such thing of this tenant.",
         409: "Not possible now, or used before for something else.",
+        410: "It was here, and nobody asked for it to be kept.",
         413: "Too large.",
         422: "The request is malformed.",
         429: "Too much is waiting: see Retry-After.",
@@ -62,6 +65,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _LATER: dict[int | str, dict[str, Any]] = {
     202: {"model": wire.SessionView, "description": "Not yet: send the same request again."}
+}
+_AGAIN: dict[int | str, dict[str, Any]] = {
+    200: {"model": wire.SessionView, "description": "It was opened before, with the same key and body."}
 }
 
 
@@ -155,7 +161,7 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> JSONResponse:
         body = wire.ErrorBody(
-            code="not_found" if error.status_code == 404 else "http",
+            code={400: "malformed", 404: "not_found"}.get(error.status_code, "http"),
             owner="caller",
             message=str(error.detail),
             fix="See /docs for what there is.",
@@ -302,7 +308,7 @@ def _sessions(gateway: Gateway) -> APIRouter:
         """Back-pressure as numbers: slots, permits, verification, the caller's queue, breaker."""
         return gateway.capacity(who.tenant.name)
 
-    @router.post("/sessions", tags=["sessions"], status_code=201, responses=_LATER)
+    @router.post("/sessions", tags=["sessions"], status_code=201, responses=_AGAIN | _LATER)
     async def open_session(who: Who, body: wire.OpenRequest, response: Response) -> wire.SessionView:
         """Ask for a session: 201 when admitted, 202 with its place when it waits.
 
