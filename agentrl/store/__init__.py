@@ -14,6 +14,7 @@ from agentrl.store.rows import (
     VerifyReport,
 )
 from agentrl.store.sessions import SessionMove, SessionRow, Superseded, TenantRow
+from agentrl.store.snapshots import SnapshotRow, SnapshotsFull
 from agentrl.store.store import TRAIN, Store
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "RunState",
     "SessionMove",
     "SessionRow",
+    "SnapshotRow",
+    "SnapshotsFull",
     "StalenessRow",
     "Store",
     "Superseded",

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, inspect, text
 from agentrl.errors import StoreError
 from agentrl.store.engine import Database
 
-HEAD = "0002"
+HEAD = "0003"
 """The tip of `migrations/versions`: an up-to-date store is recognised by one query."""
 _ADVISORY_LOCK = 0x61_67_65_6E_74_72_6C
 """Key of the PostgreSQL advisory lock: "agentrl" in ASCII."""

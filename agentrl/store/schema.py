@@ -4,8 +4,8 @@ updates).
 Evidence tables (`runs`, `chains`, `groups`, `trajectories`, `calls`, `turns`, `actions`, `verdicts`,
 `policy_versions`, `updates`, `consumed`) are only ever inserted into, except for the state of a run and the
 head of a chain; `verify` detects anything else. `metrics`, `events`, `tasks`, `admissions` and `work` are
-bookkeeping and are not part of a chain; so are `tenants`, `gateways`, `sessions` and `session_log`, which an
-environment gateway writes.
+bookkeeping and are not part of a chain; so are `tenants`, `gateways`, `sessions`, `session_log` and
+`snapshots`, which an environment gateway writes.
 
 Rules: times are Unix seconds in float64; JSON is canonical text (never a database JSON type, which would
 reorder it); binary columns are zstd frames made by `codec`; text compares by code point on every database.
@@ -344,4 +344,26 @@ session_log = Table(
     Column("owner", TEXT),
     Column("code", TEXT),
     Column("note", Text, nullable=False),
+)
+
+snapshots = Table(
+    "snapshots",
+    metadata,
+    Column("id", TEXT, primary_key=True),
+    Column("tenant", TEXT, ForeignKey("tenants.name"), nullable=False),
+    Column("client_key", TEXT, nullable=False),
+    Column("body_hash", TEXT, nullable=False),
+    Column("session_id", TEXT, ForeignKey("sessions.id"), nullable=False),
+    Column("task_id", TEXT, nullable=False),
+    Column("task_revision", TEXT, nullable=False),
+    Column("image_digest", TEXT, nullable=False),
+    Column("digest", TEXT, nullable=False),
+    Column("changes", BigInteger, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("processes", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    UniqueConstraint("tenant", "client_key"),
+    Index(None, "expires_at"),
 )

@@ -113,6 +113,20 @@ def begin_gateway(connection: Connection, name: str) -> int:
     return epoch
 
 
+def fence(connection: Connection, gateway: str, epoch: int) -> None:
+    """Let nothing be written by a gateway that was replaced.
+
+    Raises:
+        Superseded: another gateway of that name has started since.
+    """
+    newest = connection.scalar(select(gateways.c.epoch).where(gateways.c.name == gateway).with_for_update())
+    if newest != epoch:
+        raise Superseded(
+            f"gateway {gateway!r} was superseded: epoch {newest} has started, this one is {epoch}.",
+            fix="Stop this gateway; the newer one serves.",
+        )
+
+
 def append(
     connection: Connection,
     gateway: str,
@@ -126,12 +140,7 @@ def append(
         Superseded: another gateway of that name has started since.
         StoreError: a session has ended already.
     """
-    newest = connection.scalar(select(gateways.c.epoch).where(gateways.c.name == gateway).with_for_update())
-    if newest != epoch:
-        raise Superseded(
-            f"gateway {gateway!r} was superseded: epoch {newest} has started, this one is {epoch}.",
-            fix="Stop this gateway; the newer one serves.",
-        )
+    fence(connection, gateway, epoch)
     if opened:
         there = set(
             connection.scalars(select(sessions.c.id).where(sessions.c.id.in_([r.id for r in opened])))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import StoreError
-from agentrl.store import catalog, runs, sessions, training, trajectories, verify, work
+from agentrl.store import catalog, runs, sessions, snapshots, training, trajectories, verify, work
 from agentrl.store.engine import Database
 from agentrl.store.layout import Rows, assemble, explode
 from agentrl.store.migrate import migrate
@@ -38,6 +38,7 @@ from agentrl.store.rows import (
     VerifyReport,
 )
 from agentrl.store.sessions import SessionMove, SessionRow, TenantRow
+from agentrl.store.snapshots import SnapshotRow
 from agentrl.types import Group, PolicyVersion, Split, Task, Termination, Trajectory
 
 TRAIN = "train"
@@ -466,6 +467,50 @@ class Store:
         """The transitions of a session, in order."""
         with self._database.read() as connection:
             return sessions.log_of(connection, session_id)
+
+    def add_snapshot(
+        self, gateway: str, epoch: int, row: SnapshotRow, body: bytes, *, most: int, most_bytes: int
+    ) -> tuple[SnapshotRow, bool]:
+        """Keep a snapshot for its tenant: the one under its key, and whether that is this one.
+
+        Raises:
+            StoreError: the gateway was superseded, or (`SnapshotsFull`) the tenant may keep no more.
+        """
+        return self._database.write(
+            f"keep snapshot {row.id}",
+            lambda c: snapshots.add(c, gateway, epoch, row, body, most=most, most_bytes=most_bytes),
+        )
+
+    def find_snapshot(
+        self, tenant: str, now: float, *, snapshot_id: str | None = None, client_key: str | None = None
+    ) -> SnapshotRow | None:
+        """A tenant's snapshot by one of the two; None: it has none such, or none any more at `now`."""
+        with self._database.read() as connection:
+            return snapshots.find(connection, tenant, now, snapshot_id=snapshot_id, client_key=client_key)
+
+    def snapshot_body(self, snapshot_id: str) -> bytes | None:
+        """What a snapshot holds; None: it is gone.
+
+        Raises:
+            EvidenceError: the stored column is damaged.
+        """
+        with self._database.read() as connection:
+            return snapshots.body(connection, snapshot_id)
+
+    def snapshots(self, tenant: str, now: float) -> tuple[SnapshotRow, ...]:
+        """What a tenant keeps at `now`, the oldest first."""
+        with self._database.read() as connection:
+            return snapshots.of(connection, tenant, now)
+
+    def remove_snapshot(self, tenant: str, snapshot_id: str) -> bool:
+        """Forget a tenant's snapshot; False: it has none of that id."""
+        return self._database.write(
+            f"remove snapshot {snapshot_id}", lambda c: snapshots.remove(c, tenant, snapshot_id)
+        )
+
+    def sweep_snapshots(self, now: float) -> int:
+        """Remove what has expired; returns how many."""
+        return self._database.write("remove expired snapshots", lambda c: snapshots.sweep(c, now))
 
     # --------------------------------------------------------------------------------------------- private
 
