@@ -26,12 +26,15 @@ from agentrl.types import (
 )
 from envs.sandbox.adoption import Memory, Outliving
 from envs.sandbox.contract import ExecRequest, ExecResult, FileChange, Health, Sandbox
+from envs.sandbox.diff import diff_hash
 
 ANSWER_GRACE_S = 120.0
 """How much later than its own time limit a command may answer (queue, kill, transport) before it is given
 up."""
 HANDED_OUT = "handed_out"
 """Key of the note that holds the first probe."""
+ORIGIN = "origin"
+"""Key of the note that holds the digest of the snapshot from which the sandbox began."""
 CONTROL_DEADLINE_S = 60.0
 """Deadline of a probe, a kill of all processes, a file operation, a diff."""
 
@@ -91,6 +94,8 @@ class Witness:
         self._unverified_kills = 0
         self._killed_by_others = 0
         self._diff_taken = False
+        self._origin: str | None = None
+        """Digest of the snapshot that was laid over the image; None: the bare image."""
 
     @classmethod
     def resumed(
@@ -104,6 +109,7 @@ class Witness:
         witness = cls(sandbox, image=image, spec=spec, session=session)
         witness._before = witness._after = from_json(Health, noted)
         witness._probes = 1
+        witness._origin = memory.notes.get(ORIGIN)
         witness._strangers = int(witness._before.instance != sandbox.info.instance)
         for exec_id, past in memory.execs.items():
             witness._execs.add(exec_id)
@@ -120,6 +126,8 @@ class Witness:
     def hand_out(self) -> None:
         """Have a sandbox that can outlive this process remember how it was when it was handed out."""
         if isinstance(self.sandbox, Outliving) and self._before is not None:
+            if self._origin is not None:  # first: whoever finds the other note finds this one
+                self.sandbox.note(ORIGIN, self._origin)
             self.sandbox.note(HANDED_OUT, to_json(self._before).decode())
 
     async def _within(self, what: str, operation: Any, deadline_s: float = CONTROL_DEADLINE_S) -> Any:
@@ -151,6 +159,22 @@ class Witness:
                 evidence={"expected": self.sandbox.info.instance, "instance": health.instance},
             )
         return health
+
+    async def began_from(self, digest: str) -> None:
+        """Require that the workdir, before anything was done in it, is what the snapshot of this digest
+        holds. Raises `SandboxError`."""
+        found = diff_hash(await self._within("diff", self.sandbox.diff()))
+        if found != digest:
+            raise SandboxError(
+                f"Sandbox {self.sandbox.info.id} does not begin as the snapshot says.",
+                fix="Take the snapshot again, with no process writing into the workdir.",
+                owner="gateway",
+                code="snapshot_not_restored",
+                phase="start",
+                retryable=False,
+                evidence={"snapshot": digest, "found": found},
+            )
+        self._origin = digest
 
     async def exec(self, request: ExecRequest) -> ExecResult:
         """Run a command and require a framed answer. `ExecUnknown` when the outcome can not be known."""
@@ -213,6 +237,7 @@ class Witness:
         info = self.sandbox.info
         unlimited = "memory" not in info.limits_enforced
         counted = self.oom_kills() is not None or unlimited
+        origin: dict[str, JsonScalar] = {} if self._origin is None else {"snapshot": self._origin}
         return (
             self._link(
                 EvidenceKey.E1_START,
@@ -224,6 +249,7 @@ class Witness:
                 image=info.image_digest,
                 expected_image=self._image,
                 limits=",".join(info.limits_enforced),
+                **origin,
             ),
             self._link(
                 EvidenceKey.E2_PROBE_BEFORE,

@@ -31,7 +31,6 @@ from agentrl.types import (
     Task,
     TestOutcome,
     Verdict,
-    content_hash,
     step_number,
     to_json,
 )
@@ -40,6 +39,7 @@ from envs.graders import registry as graders
 from envs.graders.contract import Attempt, Graded, Grader, Steps, TestsSeen
 from envs.report import PROGRAM_HASH, TestReport, TestRun
 from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Isolation, Mount
+from envs.sandbox.diff import diff_hash
 from envs.sandbox.images import workspace
 from envs.tasks import package
 
@@ -71,17 +71,6 @@ def _signature(verdict: Verdict, key: bytes) -> str:
 
 
 # -------------------------------------------------------------------------------------------------- the diff
-
-
-def diff_hash(changes: tuple[FileChange, ...]) -> str:
-    """sha256 of a diff: what a verdict says it judged."""
-    return content_hash(
-        *(
-            p
-            for c in changes
-            for p in (c.path.encode(), c.kind.encode(), oct(c.mode).encode(), c.content or b"")
-        )
-    )
 
 
 def _is_cache(path: str) -> bool:

@@ -25,7 +25,7 @@ from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict
 from envs import grading, tools
 from envs.evidence import Admission, Witness, fault_of
 from envs.sandbox.adoption import Outliving
-from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Following, Mount
+from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Following, Health, Mount
 from envs.sandbox.images import workspace
 
 CREATE_DEADLINE_S = 120.0
@@ -62,6 +62,17 @@ class Transition:
     at: float
     state: State
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a session begins from in place of the bare image: changes of its workdir that were taken from
+    another session of the task, and the image that they are changes of."""
+
+    image: str
+    digest: str
+    """`diff_hash` of the changes: what the evidence names."""
+    changes: tuple[FileChange, ...]
 
 
 class Session:
@@ -114,11 +125,23 @@ class Session:
         signing_key: bytes | None,
         admission: Admission | None,
         mounts: tuple[Mount, ...] = (),
+        origin: Origin | None = None,
     ) -> Session:
         """Prepare the image, create the sandbox, probe it. `mounts` are read-only folders beside the image
-        (an agent's own packages). Raises `BoundaryError`; nothing is left behind then."""
+        (an agent's own packages); with an `origin` the workdir is as that says, and the diff that is judged
+        is still the whole one, against the image. Raises `BoundaryError`; nothing is left behind then."""
         log = [Transition(at=time.time(), state=State.PROVISIONING)]
         image = await prepare(task, backend)
+        if origin is not None and origin.image != image:
+            raise SandboxError(
+                f"Task {task.id} has another image than when the snapshot was taken.",
+                fix="Begin from the image, and take a new snapshot.",
+                owner="gateway",
+                code="snapshot_other_image",
+                phase="prepare",
+                retryable=False,
+                evidence={"image": image, "snapshot_image": origin.image},
+            )
         try:
             async with asyncio.timeout(CREATE_DEADLINE_S + 10.0):
                 sandbox = await backend.create(
@@ -126,6 +149,7 @@ class Session:
                     image=image,
                     session=session_id,
                     mounts=mounts,
+                    apply=() if origin is None else origin.changes,
                     deadline_s=CREATE_DEADLINE_S,
                 )
         except TimeoutError as error:
@@ -134,15 +158,28 @@ class Session:
                 code="no_answer",
                 phase="create",
             ) from error
+        except OSError as error:
+            if origin is None:
+                raise
+            raise SandboxError(
+                f"Session {session_id}: the snapshot can not be laid in: {error.strerror or error}.",
+                fix="Sparse and hard-linked files are whole ones in a snapshot: they may not fit the disk.",
+                owner="gateway",
+                code="snapshot_not_restored",
+                phase="start",
+                retryable=False,
+            ) from error
         witness = Witness(sandbox, image=image, spec=task.sandbox, session=session_id)
         try:
             await witness.probe("health")
+            if origin is not None:
+                await witness.began_from(origin.digest)
         except BaseException:
             await sandbox.close()
             raise
         witness.hand_out()
         log.append(Transition(at=time.time(), state=State.READY))
-        return cls(
+        session = cls(
             task,
             backend,
             session_id=session_id,
@@ -152,6 +189,9 @@ class Session:
             witness=witness,
             log=log,
         )
+        if origin is not None:  # what was done before it is not known here
+            session._taken = None
+        return session
 
     @classmethod
     async def resume(
@@ -201,6 +241,11 @@ class Session:
     @property
     def state(self) -> State:
         return self._log[-1].state
+
+    @property
+    def image(self) -> str:
+        """Digest of the image that the workdir is compared with."""
+        return self._image
 
     @property
     def log(self) -> tuple[Transition, ...]:
@@ -309,6 +354,10 @@ class Session:
     async def diff(self) -> tuple[FileChange, ...]:
         """Changes of the workdir so far, taken from outside the sandbox."""
         return await self._witness.diff()
+
+    async def probe(self) -> Health:
+        """What the sandbox says of itself. Raises `SandboxLost`."""
+        return await self._witness.probe("session")
 
     async def follow(
         self, exec_id: str, *, stream: Literal["stdout", "stderr"], offset: int, max_bytes: int

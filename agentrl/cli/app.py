@@ -948,6 +948,8 @@ def serve_gateway(
     admission: Annotated[
         Admission, typer.Option(help="How tasks are validated before their first reward.")
     ] = Admission.light,
+    snapshots: Annotated[int, typer.Option(min=0, help="Snapshots that a tenant may keep; 0: none.")] = 64,
+    snapshot_mib: Annotated[int, typer.Option(min=1, help="MiB of all snapshots of a tenant.")] = 1024,
     name: Annotated[str, typer.Option(help="Gateways that share a store need different names.")] = "gateway",
     state_dir: Annotated[
         Path | None,
@@ -968,6 +970,9 @@ def serve_gateway(
     Killed and started again with the same name, store and state folder, it goes on with the sessions that it
     had; not started again, every sandbox ends with its lease.
 
+    A tenant can keep the workdir of a session (POST /v1/sessions/ID/snapshot) and begin others from it; it is
+    kept in the store until it is deleted or its time is over.
+
     Needs `pip install 'agentrl[serve]'` and a tenant (`agentrl serve tenant`).
     """
     from agentrl.cli import serve as implementation
@@ -985,6 +990,8 @@ def serve_gateway(
         permits=permits,
         verify=verify,
         admission=str(admission),
+        snapshots=snapshots,
+        snapshot_mib=snapshot_mib,
         uploads=uploads,
         as_json=json,
     )

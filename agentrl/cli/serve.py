@@ -27,6 +27,8 @@ def gateway(
     permits: int | None,
     verify: int | None,
     admission: str,
+    snapshots: int = 64,
+    snapshot_mib: int = 1024,
     uploads: Path | None = None,
     as_json: bool,
 ) -> None:
@@ -48,6 +50,8 @@ def gateway(
         verify=verify or max(1, cores),
         creates=2 * cores,
         admission=admission,
+        snapshots=snapshots,
+        snapshot_mib=float(snapshot_mib),
     )
 
     def announce(serving: process.Serving) -> None:

@@ -1,5 +1,5 @@
 """Two directory trees to the `FileChange` records between them, read from outside: `trees` with the types of
-this side."""
+this side; and the hash that such records are known by."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from agentrl.errors import SandboxError
+from agentrl.types import content_hash
 from envs.sandbox.contract import FileChange
 from envs.sandbox.trees import Change, TooLarge, walk
 
@@ -29,6 +30,17 @@ def diff_overlay(upper: int, lower: Path) -> tuple[FileChange, ...]:
 def diff_trees(changed: int, original: Path) -> tuple[FileChange, ...]:
     """Changes from `original` to the tree of the descriptor `changed` (not consumed), sorted by path."""
     return _diff(changed, original, whole=True)
+
+
+def diff_hash(changes: tuple[FileChange, ...]) -> str:
+    """sha256 of a diff: what a verdict says it judged, and what a snapshot is known by."""
+    return content_hash(
+        *(
+            p
+            for c in changes
+            for p in (c.path.encode(), c.kind.encode(), oct(c.mode).encode(), c.content or b"")
+        )
+    )
 
 
 def record(change: Change) -> FileChange:

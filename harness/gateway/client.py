@@ -359,8 +359,10 @@ def open_session(
     deadline_at: float | None = None,
     queue_timeout_s: float = 600.0,
     lease_ttl_s: float = 120.0,
+    from_snapshot: str | None = None,
 ) -> Call[wire.SessionView]:
-    """Ask for a session; what comes back may still be waiting: see `session`."""
+    """Ask for a session; what comes back may still be waiting: see `session`. `from_snapshot`: see
+    `snapshot`."""
     body = wire.OpenRequest(
         client_key=client_key,
         task=wire.TaskRef(id=task_id, revision=revision),
@@ -370,6 +372,7 @@ def open_session(
         deadline_at=deadline_at,
         queue_timeout_s=queue_timeout_s,
         lease_ttl_s=lease_ttl_s,
+        from_snapshot=from_snapshot,
     )
     return Call(
         method="POST",
@@ -530,6 +533,32 @@ def get_file(session_id: str, path: str) -> Call[bytes]:
 
 def diff(session_id: str) -> Call[wire.DiffView]:
     return Call(method="GET", path=_of(session_id, "diff"), read=_model(wire.DiffView), deadline_s=180.0)
+
+
+def snapshot(
+    session_id: str, *, client_key: str, ttl_s: float = 86_400.0, deadline_s: float = 300.0
+) -> Call[wire.SnapshotView]:
+    """Keep the workdir of a session in which no command runs, for sessions to begin from; once per key."""
+    body = wire.SnapshotBody(client_key=client_key, ttl_s=ttl_s)
+    return Call(
+        method="POST",
+        path=_of(session_id, "snapshot"),
+        params={"wait_s": HOLD_S},
+        body=body.model_dump_json().encode(),
+        read=_model(wire.SnapshotView),
+        deadline_s=deadline_s,
+    )
+
+
+def snapshots() -> Call[tuple[wire.SnapshotView, ...]]:
+    """What is kept for the caller, the oldest first."""
+    return Call(method="GET", path="/v1/snapshots", read=_models(wire.SnapshotView))
+
+
+def delete_snapshot(snapshot_id: str) -> Call[wire.DeletedView]:
+    """Forget a snapshot; sessions that began from it go on."""
+    path = f"/v1/snapshots/{quote(snapshot_id, safe='')}"
+    return Call(method="DELETE", path=path, read=_model(wire.DeletedView))
 
 
 def finalize(

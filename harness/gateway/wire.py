@@ -21,6 +21,7 @@ from envs.sandbox.contract import ExecRequest, ExecResult, FileChange, StreamCap
 MAX_EXEC_S = 3600.0
 MAX_WAIT_S = 60.0
 """Longest a request is held open; what takes longer answers 202 and is asked again under the same key."""
+MAX_SNAPSHOT_S = 30 * 86_400.0
 COMMAND_CHARS = 1 << 17
 """Longest command: what Linux takes as one argument."""
 
@@ -78,6 +79,8 @@ class OpenRequest(_Wire):
     group_id: Key | None = None
     group_size: Annotated[int, Field(ge=1, le=1024)] = 1
     """Members that are admitted together or not at all; a later member of an admitted group goes alone."""
+    from_snapshot: Key | None = None
+    """Begin with the workdir of a snapshot of the same task, in place of the image's."""
     limits: Limits | None = None
     """In place of the task's own."""
     deadline_at: Annotated[float, Field(gt=0)] | None = None
@@ -90,6 +93,40 @@ class OpenRequest(_Wire):
         if self.group_size > 1 and self.group_id is None:
             raise ValueError("group_size without group_id: say which group")
         return self
+
+
+class SnapshotBody(_Wire):
+    """Keep a session's workdir. The same `client_key` and body is the same snapshot."""
+
+    model_config = _example(client_key="run1/g7.0/after-setup", ttl_s=3600.0)
+
+    client_key: Key
+    ttl_s: Annotated[float, Field(gt=0, le=MAX_SNAPSHOT_S)] = 86_400.0
+    """How long it is kept, from when it is taken."""
+
+
+class SnapshotView(_Wire):
+    """A workdir that is kept: its changes against the image. Processes are no part of it."""
+
+    id: str
+    session_id: str
+    task: TaskRef
+    image_digest: str
+    digest: str
+    """sha256 of the changes: what the evidence of a session names that began from it."""
+    changes: int
+    bytes: int
+    """What it takes of the tenant's share."""
+    processes: int
+    """Alive in the sandbox when it was taken; a file that one of them was writing is as it was found."""
+    created_at: float
+    expires_at: float
+
+
+class DeletedView(_Wire):
+    """`deleted`: it was there."""
+
+    deleted: bool
 
 
 class LeaseRequest(_Wire):
@@ -128,6 +165,8 @@ class SessionView(_Wire):
     tools: list[dict[str, Any]]
     """OpenAI function schemas; empty until ready."""
     submitted: bool
+    from_snapshot: str | None = None
+    """Id of the snapshot that it began from; None: the image."""
     fault: Fault | None
     """Why it ended without a reward."""
 

@@ -30,6 +30,7 @@ from harness.gateway import wire
 from services.gateway.core import Gateway, Live
 from services.gateway.limits import MAX_FILE_BYTES, LimitBody
 from services.gateway.refused import Over, Refused, of_boundary, of_fault
+from services.gateway.snapshots import view as snapshot_view
 
 DEFAULT_WAIT_S = 30.0
 PATH_CHARS = 4096
@@ -68,6 +69,10 @@ _LATER: dict[int | str, dict[str, Any]] = {
 }
 _AGAIN: dict[int | str, dict[str, Any]] = {
     200: {"model": wire.SessionView, "description": "It was opened before, with the same key and body."}
+}
+
+_TAKEN: dict[int | str, dict[str, Any]] = {
+    200: {"model": wire.SnapshotView, "description": "It was taken before, with the same key and body."}
 }
 
 
@@ -449,6 +454,39 @@ def _sessions(gateway: Gateway) -> APIRouter:
         """Changes of the workdir against the image, taken from outside the sandbox."""
         changes = await gateway.once(one, "diff", lambda session: session.diff())
         return wire.DiffView(changes=[wire.ChangeView.of(change) for change in changes])
+
+    @router.post(
+        "/sessions/{session_id}/snapshot",
+        tags=["act"],
+        status_code=201,
+        response_model=wire.SnapshotView,
+        responses=_TAKEN | _LATER,
+    )
+    async def snapshot(
+        one: Session, body: wire.SnapshotBody, response: Response, wait_s: Wait = DEFAULT_WAIT_S
+    ) -> Any:
+        """Keep the workdir as it is, for sessions of the same task to begin from (`from_snapshot`).
+
+        It holds the changes of the workdir against the image, taken from outside the sandbox; refused while
+        a command runs. The same `client_key` with the same body is the same snapshot, also after the session
+        has ended. It is the tenant's until it is deleted or `ttl_s` is over, counted from now.
+        """
+        made = await gateway.snapshot(one, body, wait_s=wait_s)
+        if made is None:
+            return later(one)
+        row, new = made
+        response.status_code = 201 if new else 200
+        return snapshot_view(row)
+
+    @router.get("/snapshots", tags=["sessions"])
+    async def snapshots(who: Who) -> list[wire.SnapshotView]:
+        """What is kept for the caller, the oldest first."""
+        return [snapshot_view(row) for row in await gateway.snapshots.of(who.tenant.name)]
+
+    @router.delete("/snapshots/{snapshot_id}", tags=["sessions"])
+    async def delete_snapshot(who: Who, snapshot_id: Name) -> wire.DeletedView:
+        """Forget a snapshot. Sessions that began from it go on. Idempotent."""
+        return wire.DeletedView(deleted=await gateway.snapshots.remove(who.tenant.name, snapshot_id))
 
     @router.post(
         "/sessions/{session_id}/finalize", tags=["sessions"], response_model=Verdict, responses=_LATER

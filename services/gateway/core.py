@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, StoreError, TaskError, nearest
-from agentrl.store import SessionMove, SessionRow, Store, TenantRow
+from agentrl.store import SessionMove, SessionRow, SnapshotRow, Store, TenantRow
 from agentrl.types import (
     Action,
     Fault,
@@ -46,6 +46,7 @@ from envs.admission import admit
 from envs.evidence import Admission, fault_of
 from envs.sandbox.adoption import Adopting
 from envs.sandbox.contract import Backend, ExecResult, FileChange, Isolation, Mount, Sandbox
+from envs.sandbox.diff import DiffTooLarge
 from envs.session import Session
 from envs.tasks import archive
 from envs.tasks.package import load_suite
@@ -54,6 +55,7 @@ from services.gateway.journal import Journal
 from services.gateway.metrics import Metrics
 from services.gateway.ration import Claim, Limiter, Ration
 from services.gateway.refused import Over, Refused
+from services.gateway.snapshots import Snapshots, request_hash
 from services.gateway.states import ENDED, FOLLOWS, State
 
 PERMIT_DEADLINE_S = 600.0
@@ -82,6 +84,8 @@ UNKNOWN_AGAIN_S = 0.5
 """Guessed tokens make the store be asked no more often than this."""
 BREAKER_FAILURES = 5
 BREAKER_PAUSE_S = 10.0
+SWEEP_EVERY_S = 600.0
+"""Expired snapshots are no longer found; their bytes are given back so often, and whenever one is taken."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -102,6 +106,10 @@ class Settings:
     """Verifications at once: a share of their own, so that finished work never waits behind new work."""
     creates: int = 4
     """Sandboxes made at once, at most."""
+    snapshots: int = 64
+    """Snapshots that a tenant may keep."""
+    snapshot_mib: float = 1024.0
+    """Sum of their bytes, of a tenant."""
     admission: str = "light"
     """`light`, `full`, or `stored`: only what an earlier validation left in the store."""
     reap_every_s: float = 1.0
@@ -253,6 +261,8 @@ class Gateway:
         self._reaper: asyncio.Task[None] | None = None
         self._failures = 0
         self._held_s: float | None = None
+        self._snapshots: Snapshots | None = None
+        self._swept_at = float("-inf")
         self.slots = Ration(slots=self.settings.slots, memory_mib=self.settings.memory_mib)
         self.permits = Ration(permits=self.settings.permits)
         self.verification = Ration(verifications=self.settings.verify)
@@ -268,6 +278,14 @@ class Gateway:
         end the rest."""
         self.epoch = await asyncio.to_thread(self._store.begin_gateway, self.settings.name)
         self._journal = Journal(self._store, gateway=self.settings.name, epoch=self.epoch)
+        self._snapshots = Snapshots(
+            self._store,
+            gateway=self.settings.name,
+            epoch=self.epoch,
+            most=self.settings.snapshots,
+            most_bytes=int(self.settings.snapshot_mib * 2**20),
+            clock=self._clock,
+        )
         await self._load_tenants()
         if self._uploads is not None and any(self._uploads.glob("*/task.toml")):
             for task in await asyncio.to_thread(load_suite, self._uploads):
@@ -439,6 +457,12 @@ class Gateway:
         assert self._journal is not None, "start() first"
         return self._journal
 
+    @property
+    def snapshots(self) -> Snapshots:
+        """What tenants keep."""
+        assert self._snapshots is not None, "start() first"
+        return self._snapshots
+
     # ----------------------------------------------------------------------------------------------- tenants
 
     async def tenant_of(self, token: str) -> TenantRow:
@@ -573,7 +597,8 @@ class Gateway:
                 f"The token is {tenant.name}'s, not {request.tenant}'s.",
                 fix="Leave tenant out, or use that tenant's token.",
             )
-        body = request.model_dump_json(exclude={"tenant"})
+        unsaid = {"tenant"} if request.from_snapshot is not None else {"tenant", "from_snapshot"}
+        body = request.model_dump_json(exclude=unsaid)  # as before there were snapshots
         digest = hashlib.sha256(body.encode()).hexdigest()
         key = (tenant.name, request.client_key)
         if key not in self._by_key:
@@ -583,6 +608,8 @@ class Gateway:
             if row is not None and key not in self._by_key:
                 self._same_body(digest, row.body_hash, request)
                 return self._remembered(row), False
+        if key not in self._by_key and request.from_snapshot is not None:
+            await self.snapshots.require(tenant.name, request.from_snapshot, self.task(request.task))
         known = self._by_key.get(key)
         if known is not None:
             self._same_body(digest, known.body_hash, request)
@@ -707,6 +734,8 @@ class Gateway:
                 # Who comes after a restart must know that there may have been a sandbox: a session is never
                 # given another one behind its holder's back.
                 await self._written().flushed()
+                wanted = live.request.from_snapshot
+                origin = None if wanted is None else await self.snapshots.origin(live.tenant, wanted)
                 began = time.monotonic()
                 try:
                     live.session = await Session.open(
@@ -715,6 +744,7 @@ class Gateway:
                         session_id=live.id,
                         signing_key=live.signing_key,
                         admission=admission,
+                        origin=origin,
                     )
                     took = time.monotonic() - began
                 except BoundaryError:
@@ -904,6 +934,7 @@ class Gateway:
             isolation=self.backend.isolation,
             tools=[] if live.session is None else live.session.tools,
             submitted=live.session is not None and live.session.submitted,
+            from_snapshot=live.request.from_snapshot,
             fault=live.fault,
         )
 
@@ -1054,6 +1085,58 @@ class Gateway:
                 phase=what,
             )
         return result
+
+    async def snapshot(
+        self, live: Live, body: wire.SnapshotBody, *, wait_s: float
+    ) -> tuple[SnapshotRow, bool] | None:
+        """Keep the workdir for sessions to come: the snapshot of this key, and whether it is new; None: not
+        done yet. Raises `Refused`, also while a command runs: what it is writing would be half of it."""
+        key, digest = ("snapshot", body.client_key), request_hash(body, live.id)
+        sent = live.operations.get(key)
+        if sent is not None and (sent.task is None or sent.task.done()):
+            del live.operations[key]  # what was made is in the store, and what failed may be tried again
+        if key not in live.operations:
+            known = await self.snapshots.known(live.tenant, body, live.id)
+            if known is not None:
+                return known, False
+        if key not in live.operations and self._busy(live):
+            raise Refused(
+                409,
+                "busy",
+                f"A command runs in session {live.id}.",
+                fix="Wait for its answer, then take the snapshot.",
+                retryable=True,
+            )
+
+        async def work(session: Session, _: float) -> tuple[SnapshotRow, bool]:
+            health = await session.probe()
+            try:
+                changes = await session.diff()
+            except DiffTooLarge as error:
+                raise Refused(
+                    413,
+                    "snapshot_too_large",
+                    error.message,
+                    fix="Remove what need not be kept, such as caches and logs.",
+                ) from error
+            return await self.snapshots.keep(
+                changes,
+                tenant=live.tenant,
+                body=body,
+                session_id=live.id,
+                task=live.task,
+                image=session.image,
+                processes=health.processes,
+            )
+
+        operation = self._operation(live, key, digest.encode(), "snapshot", work)
+        made: tuple[SnapshotRow, bool] | None = await self._result(live, operation, wait_s)
+        return made
+
+    def _busy(self, live: Live) -> bool:
+        return live.lock.locked() or any(
+            o.task is not None and not o.task.done() for o in live.operations.values()
+        )
 
     def _operation(
         self,
@@ -1365,6 +1448,11 @@ class Gateway:
                 why = self._overdue(live, now)
                 if why is not None:
                     self._begin_end(live, State.EXPIRED, why)
+            if time.monotonic() - self._swept_at > SWEEP_EVERY_S:
+                self._swept_at = time.monotonic()
+                sweeping = asyncio.create_task(self._sweep())
+                self._background.add(sweeping)
+                sweeping.add_done_callback(self._background.discard)
             old = time.monotonic() - GROUP_REMEMBERED_S
             self._gathered = {key: at for key, at in self._gathered.items() if at > old}
             self._gathering = {
@@ -1372,6 +1460,12 @@ class Gateway:
                 for key, claims in self._gathering.items()
                 if not all(claim.released for claim in claims)
             }
+
+    async def _sweep(self) -> None:
+        try:
+            await self.snapshots.sweep()
+        except StoreError as error:
+            log.error("expired snapshots are not removed, and will be later: %s", error)
 
     def _overdue(self, live: Live, now: float) -> Fault | None:
         deadline = live.request.deadline_at

@@ -11,8 +11,9 @@ from faulty_backend import FIX, Faults, attempt, small_task
 from agentrl.errors import SandboxError
 from agentrl.types import EvidenceKey, Task, Verdict
 from envs.admission import attacks
-from envs.grading import diff_hash, gradable, guarded
+from envs.grading import gradable, guarded
 from envs.sandbox.contract import FileChange
+from envs.sandbox.diff import diff_hash
 
 SUBMIT = ("submit", {})
 

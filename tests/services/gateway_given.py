@@ -112,7 +112,7 @@ class MemoryBackend:
         verifying = sum("-verify" in name for name in self.live)
         self.most_verifying = max(self.most_verifying, verifying)
         self.most_live = max(self.most_live, len(self.live) - verifying)
-        return MemorySandbox(self, spec, session, f"memory-{next(self.numbers)}", mounts)
+        return MemorySandbox(self, spec, session, f"memory-{next(self.numbers)}", mounts, apply)
 
     async def close(self) -> None:
         self.closed = True
@@ -126,11 +126,13 @@ class MemorySandbox:
         session: str,
         name: str,
         mounts: tuple[Mount, ...],
+        apply: tuple[FileChange, ...],
     ) -> None:
         self._mounts = mounts
         self._backend = backend
         self._session = session
         self._files: dict[str, bytes] = {"/app/hello.txt": b"hello\n"}
+        self._files |= {f"/app/{change.path}": change.content or b"" for change in apply}
         self._results: dict[str, ExecResult] = {}
         self._verifier = "-verify" in session
         self._graded = False

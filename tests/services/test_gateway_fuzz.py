@@ -27,11 +27,15 @@ json_values = st.recursive(
     max_leaves=6,
 )
 BODIES = {
-    "/v1/sessions": {"client_key": "f", "task": {"id": "small/one"}, "lease_ttl_s": 5.0, "group_id": None},
+    "/v1/sessions": {
+        **{"client_key": "f", "task": {"id": "small/one"}, "lease_ttl_s": 5.0},
+        **{"group_id": None, "from_snapshot": None},
+    },
     "/v1/admissions": {"task": {"id": "small/one", "revision": None}},
     "S/lease": {"epoch": 1, "ttl_s": 60.0},
     "S/tools/bash": {"call_id": "c", "action_id": None, "arguments": {"command": "true"}},
     "S/exec": {"exec_id": "e", "command": "true", "cwd": None, "env": {}, "timeout_s": 1.0},
+    "S/snapshot": {"client_key": "f", "ttl_s": 60.0},
     "S/finalize": {"termination": "x", "fault": {"owner": "model", "code": "c", "message": "m"}},
 }
 
