@@ -220,6 +220,17 @@ async def the_environment_is_fixed_and_holds_nothing_of_the_host(case: Case) -> 
 
 
 @kind()
+async def a_program_can_open_a_terminal_of_its_own(case: Case) -> None:
+    """tmux, script and expect do: it is none of the machine's."""
+    code = "import os, pty; a, b = pty.openpty(); print(os.ttyname(b)); print(os.isatty(b))"
+    async with case.sandbox() as box:
+        opened = await py(box, code)
+        name, is_one = opened.stdout.text().split() or ("", "")
+        assert (opened.exit_code, is_one) == (0, "True"), opened.stderr.text()
+        assert name == "/dev/pts/0" or case.backend.isolation == "none", "others' terminals are seen"
+
+
+@kind()
 async def stdin_is_empty_unless_given_and_there_is_no_terminal(case: Case) -> None:
     async with case.sandbox() as box:
         assert (await sh(box, "cat; tty; test -t 1 || echo none")).stdout.head == b"not a tty\nnone\n"

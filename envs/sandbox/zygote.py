@@ -55,6 +55,8 @@ END = b'{"end": true}'
 MAX_REQUEST = 192 * 1024
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 DEVICES = ("null", "zero", "full", "random", "urandom")
+TERMINALS = 64
+"""Most pseudo-terminals of one sandbox: the machine has 4096 for everybody."""
 TOOLS = "/opt/agentrl/bin"
 """Where `python3` and `python` are, first on the path."""
 _SETUP_DEADLINE_S = 60
@@ -237,6 +239,9 @@ def _mounts(request: Request, base: int | None) -> tuple[str, int]:
         ns.bind(f"/dev/{name}", f"{root}/dev/{name}", 0)
     for name, target in (("fd", "/fd"), ("stdin", "/fd/0"), ("stdout", "/fd/1"), ("stderr", "/fd/2")):
         os.symlink("/proc/self" + target, f"{root}/dev/{name}")
+    terminals = f"newinstance,ptmxmode=0666,mode=0600,max={TERMINALS}"
+    ns.mount("devpts", folder(root + "/dev/pts"), "devpts", ns.MS_NOSUID | ns.MS_NOEXEC, terminals)
+    os.symlink("pts/ptmx", root + "/dev/ptmx")
     for name, target, uid, mode in (
         ("tmp", "/tmp", owner, 0o1777),
         ("var-tmp", "/var/tmp", owner, 0o1777),
