@@ -4,7 +4,7 @@
 
 A run that is finished in DIR is not made again, so a stopped comparison goes on where it was. All recipes
 have the run file's learning rate and batch, and a KL term to the cold start; the reduction is each recipe's
-own. The quickstart takes 16 updates and most recipes then stand near the ceiling: 10 leave a difference to
+own. The quickstart takes 14 updates and most recipes then stand near the ceiling: 8 leave a difference to
 see. Writes `learning.md` and `learning.svg` beside this file; `CPU s` is of the training process (sandboxes
 not counted), since wall time depends on what else the machine does.
 """
@@ -28,7 +28,7 @@ from agentrl.training import charts, loop
 
 HERE = Path(__file__).parent
 RECIPES = ("grpo", "dr-grpo", "dapo", "gspo", "cispo", "sapo", "ppo", "sao", "vapo", "rloo")
-UPDATES, HELDOUT = 10, 80
+UPDATES, HELDOUT = 8, 64
 KL = "train.overrides={penalty={kl_k3=false, kl_k2={coefficient=0.05}}}"
 OWN = {
     "dr-grpo": ["train.overrides.reduction.max_length=1728"],
