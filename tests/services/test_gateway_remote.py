@@ -270,7 +270,7 @@ def test_every_documented_request_works_as_its_example_says(tmp_path: Path) -> N
             page = (await http.get("/openapi.json")).json()
             schemas = page["components"]["schemas"]
             todo = {(m.upper(), path) for path, ops in page["paths"].items() for m in ops}
-            known = {"name": "submit", "exec_id": "list"}
+            known = {"name": "submit", "exec_id": "list", "snapshot_id": "none"}
             first = ("POST", "/v1/sessions")
             last = [("POST", "/v1/sessions/{session_id}/finalize"), ("DELETE", "/v1/sessions/{session_id}")]
             middle = sorted(
