@@ -41,6 +41,7 @@ from envs.report import PROGRAM_HASH, TestReport, TestRun
 from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Isolation, Mount
 from envs.sandbox.diff import diff_hash
 from envs.sandbox.images import workspace
+from envs.sandbox.pressure import QUEUE_DEADLINE_S
 from envs.tasks import package
 
 GRADER_REVISION = f"1+{PROGRAM_HASH[:16]}"
@@ -324,7 +325,7 @@ async def _once(
             phase="verify",
         )
     try:
-        async with asyncio.timeout(CREATE_DEADLINE_S + 10.0):
+        async with asyncio.timeout(CREATE_DEADLINE_S + QUEUE_DEADLINE_S + 10.0):
             sandbox = await backend.create(
                 task.sandbox,
                 image=image,

@@ -27,8 +27,10 @@ from envs.evidence import Admission, Witness, fault_of
 from envs.sandbox.adoption import Outliving
 from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Following, Health, Mount
 from envs.sandbox.images import workspace
+from envs.sandbox.pressure import QUEUE_DEADLINE_S
 
 CREATE_DEADLINE_S = 120.0
+"""For making a sandbox; a backend keeps it, and does not count what it waits for a turn."""
 SUBMITTED = "submitted"
 _BEGUN, _DONE = "begun:", "done:"
 """Keys of what a sandbox notes for a process after this one."""
@@ -143,7 +145,7 @@ class Session:
                 evidence={"image": image, "snapshot_image": origin.image},
             )
         try:
-            async with asyncio.timeout(CREATE_DEADLINE_S + 10.0):
+            async with asyncio.timeout(CREATE_DEADLINE_S + QUEUE_DEADLINE_S + 10.0):
                 sandbox = await backend.create(
                     task.sandbox,
                     image=image,

@@ -1,10 +1,11 @@
 """How many operations may be under way at once, learned from how long they take: additive increase,
 multiplicative decrease.
 
-An engine that is asked for more than it can do at once gets slower for everyone. The limit starts at its
+An engine that is asked for more than it can do at once gets slower for everyone. A `Limit` starts at its
 maximum; an operation that took several times as long as the quickest ones, or failed, halves it, at most once
-per second; each good one raises it a little. Waiting is first come, first served. The invariant: never more
-than `maximum` at once. What an operation waits for its turn is no time of its own: see `Deadline`.
+per second; each good one raises it a little. `Pressure` lets in so many, first come, first served. The
+invariant: never more than `maximum` at once. What an operation waits for its turn is no time of its own: see
+`Deadline`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 
-from agentrl.errors import SandboxError
+from agentrl.errors import BoundaryError, SandboxError
 
 SLOW_FACTOR = 6.0
 """So many times the quickest latency counts as overload; less is what sharing the machine costs anyway."""
+FLOOR_S = 0.5
+"""Less than this is never overload, however quick the quickest was."""
 REST_S = 1.0
 """Between two decreases: operations that began before the first one say nothing new."""
 _FORGET = 1.02
@@ -28,50 +31,85 @@ QUEUE_DEADLINE_S = 1800.0
 """Longest wait for a turn: with a healthy engine, thousands of sandboxes before it."""
 
 
-class Pressure:
-    """Belongs to one event loop."""
+class Limit:
+    """The number: between 1 and `maximum`, moved by what is learned."""
 
     def __init__(self, maximum: int) -> None:
         self.maximum = maximum
         self.limit = float(maximum)
-        self.in_flight = 0
-        self.peak = 0
+        self.decreased = 0
+        """How often it was halved."""
         self._quickest: float | None = None
         self._decreased_at = 0.0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    @asynccontextmanager
-    async def slot(self, *, teaches: bool = True) -> AsyncIterator[None]:
-        """Hold one slot; the time inside is what the limit learns from, unless it is spent on other things
-        too. The caller sets the deadline."""
-        await self._acquire()
-        begun = time.monotonic()
-        good = False
-        try:
-            yield
-            good = True
-        except asyncio.CancelledError:
-            good = True  # Says nothing about the engine.
-            raise
-        finally:
-            self.in_flight -= 1
-            if teaches:
-                self.learn(time.monotonic() - begun, failed=not good)
-            self._wake()
 
     def learn(self, latency_s: float, *, failed: bool = False) -> None:
         """Move the limit after an operation."""
         quickest = self._quickest
-        slow = quickest is not None and latency_s > SLOW_FACTOR * quickest
+        slow = quickest is not None and latency_s > max(FLOOR_S, SLOW_FACTOR * quickest)
         if failed or slow:
             now = time.monotonic()
             if now - self._decreased_at >= REST_S:
                 self.limit = max(1.0, self.limit / 2)
+                self.decreased += 1
                 self._decreased_at = now
         else:
             self.limit = min(float(self.maximum), self.limit + 1.0 / self.limit)
         if not failed:
             self._quickest = latency_s if quickest is None else min(latency_s, quickest * _FORGET)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """An operation that the limit learns from. One that was cancelled, or failed by something that is
+        not the environment's, says nothing of it."""
+        begun = time.monotonic()
+        try:
+            yield
+        except asyncio.CancelledError:
+            raise
+        except BoundaryError as error:
+            if error.owner == "environment":
+                self.learn(time.monotonic() - begun, failed=True)
+            raise
+        except BaseException:
+            self.learn(time.monotonic() - begun, failed=True)
+            raise
+        self.learn(time.monotonic() - begun)
+
+
+class Pressure:
+    """So many at once as a `Limit` says. Belongs to one event loop."""
+
+    def __init__(self, maximum: int) -> None:
+        self.number = Limit(maximum)
+        self.in_flight = 0
+        self.peak = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def limit(self) -> float:
+        return self.number.limit
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for a turn."""
+        return sum(not turn.done() for turn in self._waiting)
+
+    @asynccontextmanager
+    async def slot(self, *, teaches: bool = True) -> AsyncIterator[float]:
+        """Hold one slot: the seconds that were waited for it. The time inside is what the limit learns from,
+        unless it is spent on other things too. The caller sets the deadline."""
+        begun = time.monotonic()
+        await self._acquire()
+        waited_s = time.monotonic() - begun
+        try:
+            if teaches:
+                with self.number.measured():
+                    yield waited_s
+            else:
+                yield waited_s
+        finally:
+            self.in_flight -= 1
+            self._wake()
 
     async def _acquire(self) -> None:
         if self._waiting or self.in_flight >= int(self.limit):

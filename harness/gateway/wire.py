@@ -158,7 +158,8 @@ class SessionView(_Wire):
     eta_s: float | None
     """Until it is admitted, from how long sessions lasted so far; None: unknown."""
     queue_ms: float
-    """Time spent waiting for a slot so far; charged to nobody's time limit."""
+    """Time spent waiting so far: for a slot, for the image's turn to be pulled or built, for a turn to be
+    made. Charged to nobody's time limit."""
     lease: LeaseView
     deadline_at: float | None
     isolation: str
@@ -386,14 +387,30 @@ class RationView(_Wire):
     paused: str | None
 
 
+Limited = Literal["create", "exec", "delete", "pull", "build"]
+"""What a gateway asks of its backend, each kind limited by itself."""
+
+
+class LimiterView(_Wire):
+    """How much of one kind of work is asked of the backend at once."""
+
+    limit: float
+    """Now: falls by half when the work gets slow or fails, and rises slowly."""
+    maximum: int
+    busy: int
+    waiting: int
+    decreased: int
+    """How often it fell."""
+
+
 class CapacityView(_Wire):
     """Back-pressure as numbers."""
 
     slots: RationView
     permits: RationView
     verification: RationView
-    creates_limit: float
-    """Sandboxes made at once; falls by half when making them gets slow or fails, rises slowly."""
+    limiters: dict[Limited, LimiterView]
+    """By operation; `exec` says how many run permits there are."""
     breaker: Literal["closed", "open"]
     leaked: int
     """Sandboxes that did not close in time."""

@@ -222,7 +222,8 @@ def _public(gateway: Gateway) -> APIRouter:
             )
             for name, amount in of.in_use.items()
         }
-        return Response(gateway.metrics.page(held, gateway.leaked), media_type="text/plain; version=0.0.4")
+        page = gateway.metrics.page(held, gateway.leaked, gateway.limiters.views())
+        return Response(page, media_type="text/plain; version=0.0.4")
 
     return router
 
@@ -310,7 +311,7 @@ def _sessions(gateway: Gateway) -> APIRouter:
 
     @router.get("/capacity", tags=["gateway"])
     async def capacity(who: Who) -> wire.CapacityView:
-        """Back-pressure as numbers: slots, permits, verification, the caller's queue, breaker."""
+        """Back-pressure as numbers: slots, permits, verification, the caller's queue, limiters, breaker."""
         return gateway.capacity(who.tenant.name)
 
     @router.post("/sessions", tags=["sessions"], status_code=201, responses=_AGAIN | _LATER)

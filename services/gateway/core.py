@@ -47,13 +47,14 @@ from envs.evidence import Admission, fault_of
 from envs.sandbox.adoption import Adopting
 from envs.sandbox.contract import Backend, ExecResult, FileChange, Isolation, Mount, Sandbox
 from envs.sandbox.diff import DiffTooLarge
-from envs.session import Session
+from envs.session import Session, prepare
 from envs.tasks import archive
 from envs.tasks.package import load_suite
 from harness.gateway import wire
 from services.gateway.journal import Journal
+from services.gateway.limiters import Limiters
 from services.gateway.metrics import Metrics
-from services.gateway.ration import Claim, Limiter, Ration
+from services.gateway.ration import Claim, Ration
 from services.gateway.refused import Over, Refused
 from services.gateway.snapshots import Snapshots, request_hash
 from services.gateway.states import ENDED, FOLLOWS, State
@@ -69,7 +70,6 @@ ONCE_DEADLINE_S = 120.0
 """A file operation or a diff, waiting for the command before it included."""
 GROUP_REMEMBERED_S = 6 * 3600.0
 ADOPTIONS_AT_ONCE = 16
-PREPARES_AT_ONCE = 3
 MAX_PENDING = 16
 """Operations of one session that may wait for each other."""
 FOLLOW_BYTES = 1 << 20
@@ -140,6 +140,8 @@ class Live:
     lease_ttl_s: float
     lease_until: float
     lease_epoch: int = 1
+    limited_s: float = 0.0
+    """Waited for a turn of its image, and to be made."""
     asking: int = 0
     """Requests that wait until it is made."""
     lease_told: float = float("-inf")
@@ -172,15 +174,13 @@ class _CallersOwn:
 
 
 class _Observed:
-    """The backend of one session; says when the verifier's sandbox is made."""
+    """The backend of one session, or of a task's validation (None); says when the verifier's sandbox is
+    made."""
 
-    def __init__(
-        self, inner: Backend, session_id: str, verifying: Callable[[], None], prepares: Limiter
-    ) -> None:
-        self._inner = inner
-        self._id = session_id
-        self._verifying = verifying
-        self._prepares = prepares
+    def __init__(self, gateway: Gateway, live: Live | None) -> None:
+        self._gateway = gateway
+        self._inner = gateway.backend
+        self._live = live
 
     @property
     def name(self) -> str:
@@ -191,17 +191,10 @@ class _Observed:
         return self._inner.isolation
 
     async def prepare(self, environment_dir: str) -> str:
-        await self._prepares.enter()
-        took: float | None = None
-        began = time.monotonic()
-        try:
-            digest = await self._inner.prepare(environment_dir)
-            took = time.monotonic() - began
-        except asyncio.CancelledError:
-            took = 0.0
-            raise
-        finally:
-            self._prepares.leave(took_s=took)
+        digest, waited_s = await self._gateway.limiters.prepare(self._inner, environment_dir)
+        self._gateway.metrics.limited("prepare", waited_s)
+        if self._live is not None:
+            self._live.limited_s += waited_s
         return digest
 
     async def create(
@@ -214,8 +207,8 @@ class _Observed:
         apply: tuple[FileChange, ...] = (),
         deadline_s: float = 120.0,
     ) -> Sandbox:
-        if session != self._id:
-            self._verifying()
+        if self._live is not None and session != self._live.id:
+            self._gateway.verifying(self._live)
         return await self._inner.create(
             spec, image=image, session=session, mounts=mounts, apply=apply, deadline_s=deadline_s
         )
@@ -266,10 +259,7 @@ class Gateway:
         self.slots = Ration(slots=self.settings.slots, memory_mib=self.settings.memory_mib)
         self.permits = Ration(permits=self.settings.permits)
         self.verification = Ration(verifications=self.settings.verify)
-        self.creates = Limiter(ceiling=self.settings.creates)
-        self.prepares = Limiter(ceiling=PREPARES_AT_ONCE)
-        """Pulls and builds of images."""
-        self.deletes = Limiter(ceiling=2 * self.settings.creates)
+        self.limiters = Limiters(creates=self.settings.creates, permits=self.permits)
 
     # --------------------------------------------------------------------------------------------- lifecycle
 
@@ -354,7 +344,7 @@ class Gateway:
         try:
             session = await Session.resume(
                 live.task,
-                _Observed(self.backend, live.id, lambda: self._verifying(live), self.prepares),
+                _Observed(self, live),
                 sandbox,
                 session_id=live.id,
                 admission=await self._stored_admission(live.task),
@@ -568,10 +558,12 @@ class Gateway:
                 phase="admission",
                 retryable=False,
             )
+        place = _Observed(self, None)
+        await prepare(task, place)  # first: a build takes its own turn, not that of a verification
         claim = await self._turn(self.verification, tenant, "verification", verifications=1)
         try:
             async with asyncio.timeout(ADMIT_DEADLINE_S):
-                made = await admit(task, self.backend, light=self.settings.admission == "light")
+                made = await admit(task, place, light=self.settings.admission == "light")
         except TimeoutError as error:
             raise SandboxError(
                 f"Task {task.id} was not validated within {ADMIT_DEADLINE_S:g} s.",
@@ -727,31 +719,26 @@ class Gateway:
             self.metrics.queued(live.claim.waited_s)
             self._move(live, State.ADMITTED)
             admission = await self.admission(live.tenant, live.task)
-            await self.creates.enter()
-            took: float | None = 0.0
-            try:
+            place = _Observed(self, live)
+            await prepare(live.task, place)  # first: what waits for an image holds no turn to be made
+            async with self.limiters.create.slot(teaches=False) as waited_s:
+                live.limited_s += waited_s
+                self.metrics.limited("create", waited_s)
                 self._move(live, State.PROVISIONING)
                 # Who comes after a restart must know that there may have been a sandbox: a session is never
                 # given another one behind its holder's back.
                 await self._written().flushed()
                 wanted = live.request.from_snapshot
                 origin = None if wanted is None else await self.snapshots.origin(live.tenant, wanted)
-                began = time.monotonic()
-                try:
+                with self.limiters.create.number.measured():
                     live.session = await Session.open(
                         live.task,
-                        _Observed(self.backend, live.id, lambda: self._verifying(live), self.prepares),
+                        place,
                         session_id=live.id,
                         signing_key=live.signing_key,
                         admission=admission,
                         origin=origin,
                     )
-                    took = time.monotonic() - began
-                except BoundaryError:
-                    took = None
-                    raise
-            finally:
-                self.creates.leave(took_s=took)
             self._breaker(None)
             self._move(live, State.READY)
             self._tell_lease(live)
@@ -766,7 +753,8 @@ class Gateway:
             log.error("session %s could not be opened by an error of our own", live.id, exc_info=error)
             self._begin_end(live, State.FAILED, self._bug(error))
 
-    def _verifying(self, live: Live) -> None:
+    def verifying(self, live: Live) -> None:
+        """Its verifier's sandbox is made now."""
         if live.state is State.FINALIZING:
             self._move(live, State.VERIFYING)
 
@@ -921,6 +909,7 @@ class Gateway:
         eta = None
         if position is not None and self._held_s is not None:
             eta = position * self._held_s / self.settings.slots
+        queued = not live.claim.released or live.claim.granted_at is not None
         return wire.SessionView(
             id=live.id,
             state=live.state,
@@ -928,7 +917,7 @@ class Gateway:
             group_id=live.request.group_id,
             position=position,
             eta_s=eta,
-            queue_ms=live.claim.waited_s * 1000 if not live.claim.released or live.claim.granted_at else 0.0,
+            queue_ms=1000 * (live.limited_s + (live.claim.waited_s if queued else 0.0)),
             lease=self.lease_view(live),
             deadline_at=live.request.deadline_at,
             isolation=self.backend.isolation,
@@ -961,7 +950,7 @@ class Gateway:
             slots=_ration_view(self.slots, tenant),
             permits=_ration_view(self.permits, tenant),
             verification=_ration_view(self.verification, tenant),
-            creates_limit=self.creates.limit,
+            limiters=self.limiters.views(),
             breaker="closed" if self.slots.paused is None else "open",
             leaked=self.leaked,
             sessions=dict(mine),
@@ -975,7 +964,10 @@ class Gateway:
         outliving = isinstance(self.backend, Adopting)
 
         async def work(session: Session, queue_ms: float) -> Observation:
+            began = time.monotonic()
             seen = await session.call(action, key=call_id if outliving else None)
+            own_ms = (seen.wall_ms or 0.0) + (seen.queue_ms or 0.0)
+            self.limiters.ran(began, status=seen.status, own_ms=own_ms)
             return replace(seen, queue_ms=(seen.queue_ms or 0.0) + queue_ms)
 
         what = action.tool if action.tool in live.task.tools else "unknown_tool"
@@ -989,7 +981,9 @@ class Gateway:
         """A command; None: not done yet."""
 
         async def work(session: Session, queue_ms: float) -> wire.ExecView:
+            began = time.monotonic()
             result: ExecResult = await session.exec(body.request(live.id))
+            self.limiters.ran(began, status=result.status, own_ms=result.wall_ms + result.queue_ms)
             return wire.ExecView.of(result, exec_id=body.exec_id, queue_ms=queue_ms)
 
         digest = body.model_dump_json().encode()
@@ -1221,6 +1215,7 @@ class Gateway:
                 finally:
                     self.metrics.ran(what, time.monotonic() - began, claim.waited_s)
             except BoundaryError as error:
+                self.limiters.broke(error)
                 fault = fault_of(error)
                 if fault.scored:
                     raise  # the policy's own doing: the caller finalizes with it, and it is judged
@@ -1405,12 +1400,14 @@ class Gateway:
     async def _close(self, live: Live) -> None:
         """The sandbox goes, then its slot is free. The terminal record does not wait for it."""
         if live.session is not None:
-            await self.deletes.enter()
-            began = time.monotonic()
-            closing = asyncio.ensure_future(live.session.close())
-            await asyncio.wait({closing}, timeout=CLOSE_DEADLINE_S)
+            async with self.limiters.delete.slot(teaches=False) as waited_s:
+                self.metrics.limited("delete", waited_s)
+                began = time.monotonic()
+                closing = asyncio.ensure_future(live.session.close())
+                await asyncio.wait({closing}, timeout=CLOSE_DEADLINE_S)
+                hangs = not closing.done()
+                self.limiters.delete.number.learn(time.monotonic() - began, failed=hangs)
             # One that hangs does not hold up the others.
-            self.deletes.leave(took_s=time.monotonic() - began if closing.done() else None)
             try:
                 async with asyncio.timeout(0):
                     await asyncio.shield(closing)

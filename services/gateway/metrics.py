@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from agentrl.types import Fault
+from harness.gateway.wire import Limited, LimiterView
 from services.gateway.states import State
 
 RECENT = 200
@@ -58,6 +60,28 @@ class Metrics:
         self._held = Gauge(
             "agentrl_in_use", "What is held of a resource.", ["resource"], registry=self.registry
         )
+        self._limits = Gauge(
+            "agentrl_limit",
+            "How much of an operation is asked of the backend at once.",
+            ["operation"],
+            registry=self.registry,
+        )
+        self._limit_waiting = Gauge(
+            "agentrl_limit_waiting", "Who waits for a turn.", ["operation"], registry=self.registry
+        )
+        self._limit_decreased = Gauge(
+            "agentrl_limit_decreased",
+            "How often the limit fell because the operation got slow or failed.",
+            ["operation"],
+            registry=self.registry,
+        )
+        self._limited = Histogram(
+            "agentrl_limited_seconds",
+            "Waiting for a turn to be prepared, made or removed.",
+            ["operation"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
         self._leaked = Gauge(
             "agentrl_leaked_sandboxes", "Sandboxes that did not close in time.", registry=self.registry
         )
@@ -88,8 +112,15 @@ class Metrics:
         self._ran.labels(what=what).observe(seconds)
         self._permit.observe(queued_s)
 
-    def page(self, in_use: dict[str, float], leaked: int) -> bytes:
+    def limited(self, operation: str, seconds: float) -> None:
+        self._limited.labels(operation=operation).observe(seconds)
+
+    def page(self, in_use: dict[str, float], leaked: int, limiters: Mapping[Limited, LimiterView]) -> bytes:
         """The text that Prometheus reads."""
+        for operation, view in limiters.items():
+            self._limits.labels(operation=operation).set(view.limit)
+            self._limit_waiting.labels(operation=operation).set(view.waiting)
+            self._limit_decreased.labels(operation=operation).set(view.decreased)
         for resource, amount in in_use.items():
             self._held.labels(resource=resource).set(amount)
         self._leaked.set(leaked)

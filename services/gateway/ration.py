@@ -111,6 +111,11 @@ class Ration:
                         tenant.units.remove(unit)
         self._share_out()
 
+    def resize(self, **capacity: float) -> None:
+        """Have so much of a resource from now on. Who holds more keeps it; nothing is given until it fits."""
+        self.capacity = {**self.capacity, **capacity}
+        self._share_out()
+
     def pause(self, why: str) -> None:
         """Grant nothing until `resume`."""
         self.paused = why
@@ -163,51 +168,3 @@ class Ration:
         claim.granted_at = time.monotonic()
         if not claim.granted.done():
             claim.granted.set_result(None)
-
-
-class Limiter:
-    """How many at once, found by trying: one more per round of good answers, half after a slow or failed one.
-
-    Slow is more than `SLOW` times the quickest lately seen, and more than `FLOOR_S`. Additive increase,
-    multiplicative decrease.
-    """
-
-    SLOW = 6.0
-    FLOOR_S = 0.5
-
-    def __init__(self, *, ceiling: int) -> None:
-        self.limit = float(ceiling)
-        self._ceiling = float(ceiling)
-        self._best_s = math.inf
-        self._busy = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def enter(self) -> None:
-        """Wait for a turn. The caller has the deadline."""
-        while self._busy >= max(1, int(self.limit)):
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                self._wake()  # the turn may have been ours already
-                raise
-        self._busy += 1
-
-    def leave(self, *, took_s: float | None) -> None:
-        """Done, in so many seconds; None: it failed. A cancelled one says `took_s=0`."""
-        self._busy -= 1
-        if took_s is None or took_s > max(self.FLOOR_S, self.SLOW * self._best_s):
-            self.limit = max(1.0, self.limit / 2)
-        else:
-            self.limit = min(self._ceiling, self.limit + 1.0 / self.limit)
-        if took_s:
-            self._best_s = min(took_s, self._best_s * 1.01)  # forgets slowly what is no longer reached
-        self._wake()
-
-    def _wake(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return

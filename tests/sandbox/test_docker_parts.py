@@ -8,35 +8,59 @@ import io
 import tarfile
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.errors import SandboxError
+from agentrl.errors import SandboxError, TaskError
 from agentrl.types import SandboxSpec
 from envs.sandbox import rootfs
 from envs.sandbox.contract import Mount
 from envs.sandbox.docker import DockerBackend
 from envs.sandbox.engine import Engine, EngineRefused, EngineUnknown, socket_path
 from envs.sandbox.images import Images, folder_digest
-from envs.sandbox.pressure import Deadline, Pressure
+from envs.sandbox.pressure import Deadline, Limit, Pressure
 
 
 def test_slowness_halves_the_limit_once_and_health_brings_it_back() -> None:
-    pressure = Pressure(8)
+    limit = Limit(8)
     for _ in range(8):
-        pressure.learn(0.3)
-    assert pressure.limit == 8
-    pressure.learn(3.0)
-    assert pressure.limit == 4
-    pressure.learn(3.0)  # It was under way when the limit fell: no news.
-    assert pressure.limit == 4
+        limit.learn(0.3)
+    assert limit.limit == 8
+    limit.learn(3.0)
+    assert limit.limit == 4
+    limit.learn(3.0)  # It was under way when the limit fell: no news.
+    assert (limit.limit, limit.decreased) == (4, 1)
     for _ in range(40):
-        pressure.learn(0.3)
-    assert pressure.limit == 8
+        limit.learn(0.3)
+    assert limit.limit == 8
+
+
+def test_what_is_quick_for_a_person_is_never_slow_however_quick_it_was_before() -> None:
+    limit = Limit(8)
+    limit.learn(0.001)
+    limit.learn(0.4)  # 400 times the quickest
+    assert limit.limit == 8
+    limit.learn(0.6)
+    assert limit.limit == 4
+
+
+def test_only_what_the_environment_did_moves_a_limit() -> None:
+    def after(error: BaseException | None) -> float:
+        limit = Limit(8)
+        with suppress(type(error) if error else OSError), limit.measured():
+            if error is not None:
+                raise error
+        return limit.limit
+
+    assert after(None) == 8
+    assert after(SandboxError("The registry refuses.")) == 4
+    assert after(OSError()) == 4
+    assert after(TaskError("The Dockerfile is wrong.")) == 8
+    assert after(asyncio.CancelledError()) == 8
 
 
 @settings(max_examples=60, deadline=None)
