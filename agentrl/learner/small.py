@@ -59,6 +59,9 @@ FAST = 0.02
 LOOK_BACK_SHARPNESS = 12.0
 MATCH_SHARPNESS = 1.0
 COPY_GAIN = 0.7
+PAIR_HEADS = 2
+"""Heads that copy by two tokens. Training can wear one out, and then all lines of a file look the same after
+their ` = `; at twice the quickstart's learning rate that happened in one of two runs, with two in neither."""
 RECENCY = 8.0
 """Of two equal matches the nearer one wins: this much of the score is lost over a quarter turn."""
 RECENCY_TURN = 0.0056
@@ -137,7 +140,8 @@ def build_model(
             content = torch.linalg.qr(torch.randn(identity, BACK_1))[0].T
             _look_back(model.model.layers[0].self_attn, content, inverse, identity, head_dim)
             _copy(model.model.layers[1].self_attn, content, channels, identity, head_dim)
-            _prefer_recent(model.model.layers[1].self_attn, int((inverse - RECENCY_TURN).abs().argmin()))
+            turn = int((inverse - RECENCY_TURN).abs().argmin())
+            _prefer_recent(model.model.layers[1].self_attn, turn, head_dim)
     return model
 
 
@@ -173,10 +177,10 @@ def _look_back(
 def _copy(
     attention: Any, content: torch.Tensor, channels: torch.Tensor, identity: int, head_dim: int
 ) -> None:
-    """Head 0: this token and the one before it, compared with the two tokens before each earlier position.
-    The others begin without a preference: they compare something that is still to be learned with the token
-    before each earlier position. The value of all of them is the token at the position found, written back
-    as a prediction of itself."""
+    """The first `PAIR_HEADS`: this token and the one before it, compared with the two tokens before each
+    earlier position. The others begin without a preference: they compare something that is still to be
+    learned with the token before each earlier position. The value of all of them is the token at the
+    position found, written back as a prediction of itself."""
     first, second = channels[:BACK_1], channels[BACK_1 : BACK_1 + BACK_2]
     scale = math.sqrt(MATCH_SHARPNESS * math.sqrt(head_dim))
     heads = attention.q_proj.weight.shape[0] // head_dim
@@ -187,7 +191,7 @@ def _copy(
             projection.bias[rows] = 0.0
         key.zero_()
         key[first, identity : identity + BACK_1] = torch.eye(BACK_1) * scale
-        if head == 0:
+        if head < PAIR_HEADS:
             query.zero_()
             query[first, :identity] = content * scale
             query[second, identity : identity + BACK_2] = torch.eye(BACK_2) * scale
@@ -196,17 +200,18 @@ def _copy(
         attention.v_proj.weight[rows] = 0.0
         attention.v_proj.weight[rows][:, :identity] = copied
         attention.o_proj.weight[:, rows] = 0.0
-        attention.o_proj.weight[:identity, rows] = copied.T * (COPY_GAIN if head == 0 else COPY_GAIN / 2)
+        attention.o_proj.weight[:identity, rows] = copied.T * COPY_GAIN / 2
 
 
-def _prefer_recent(attention: Any, pair: int) -> None:
-    """Head 0 of `_copy` breaks ties by distance d: constant query and key on one rotary pair, a quarter turn
-    apart, add -RECENCY * sin(turn * d) to the score."""
-    half = attention.head_dim // 2
-    amplitude = math.sqrt(RECENCY * math.sqrt(attention.head_dim))
-    for projection in (attention.q_proj, attention.k_proj):
-        for channel in (pair, pair + half):
-            projection.weight[channel] = 0.0
-            projection.bias[channel] = 0.0
-    attention.q_proj.bias[pair + half] = amplitude
-    attention.k_proj.bias[pair] = amplitude
+def _prefer_recent(attention: Any, pair: int, head_dim: int) -> None:
+    """The pair heads of `_copy` break ties by distance d: constant query and key on one rotary pair, a
+    quarter turn apart, add -RECENCY * sin(turn * d) to the score."""
+    half = head_dim // 2
+    amplitude = math.sqrt(RECENCY * math.sqrt(head_dim))
+    for start in range(0, PAIR_HEADS * head_dim, head_dim):
+        for projection in (attention.q_proj, attention.k_proj):
+            for channel in (start + pair, start + pair + half):
+                projection.weight[channel] = 0.0
+                projection.bias[channel] = 0.0
+        attention.q_proj.bias[start + pair + half] = amplitude
+        attention.k_proj.bias[start + pair] = amplitude

@@ -520,7 +520,7 @@ class _Run:
                     mini_batch=wanted.batch,
                     learning_rate=wanted.learning_rate,
                     schedule="cosine",
-                    warmup_steps=min(30, steps // 10),
+                    warmup_steps=steps // 8,
                     progress=tell,
                 )
             finally:
