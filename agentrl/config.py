@@ -81,6 +81,9 @@ class SandboxSection(_Section):
     for tasks that are the run's own."""
     concurrency: Positive = 32
     """Attempts alive at once."""
+    warm: Annotated[int, Field(ge=0)] = 0
+    """Containers kept started for attempts to come: one for each of the last so many, of the same image and
+    limits. Worth it where attempts use the same image again. Only with the docker backend."""
     gateway: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
     """URL of an environment gateway (`agentrl serve gateway`) that makes the sandboxes in place of `backend`.
     It must have the run's tasks; its token is read from `AGENTRL_GATEWAY_TOKEN`."""
@@ -242,7 +245,7 @@ class RunConfig(_Section):
         resume."""
         elsewhere: dict[str, Any] = {
             "run": {"dir", "store"},
-            "sandbox": {"gateway"},
+            "sandbox": {"gateway", "warm"},
             "policy": {"server": {"urls", "start_timeout_s"}},
         }
         return content_hash(self.model_dump_json(exclude=elsewhere).encode())

@@ -238,6 +238,8 @@ class Witness:
         unlimited = "memory" not in info.limits_enforced
         counted = self.oom_kills() is not None or unlimited
         origin: dict[str, JsonScalar] = {} if self._origin is None else {"snapshot": self._origin}
+        if info.warm:
+            origin["warm"] = True
         return (
             self._link(
                 EvidenceKey.E1_START,

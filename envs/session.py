@@ -250,6 +250,11 @@ class Session:
         return self._image
 
     @property
+    def warm(self) -> bool:
+        """Its sandbox was started before it was asked for."""
+        return self._witness.sandbox.info.warm
+
+    @property
     def log(self) -> tuple[Transition, ...]:
         return tuple(self._log)
 

@@ -950,6 +950,12 @@ def serve_gateway(
     ] = Admission.light,
     snapshots: Annotated[int, typer.Option(min=0, help="Snapshots that a tenant may keep; 0: none.")] = 64,
     snapshot_mib: Annotated[int, typer.Option(min=1, help="MiB of all snapshots of a tenant.")] = 1024,
+    warm: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Containers started ahead, for sessions of images that were just used (docker)."
+        ),
+    ] = 0,
     name: Annotated[str, typer.Option(help="Gateways that share a store need different names.")] = "gateway",
     state_dir: Annotated[
         Path | None,
@@ -992,6 +998,7 @@ def serve_gateway(
         admission=str(admission),
         snapshots=snapshots,
         snapshot_mib=snapshot_mib,
+        warm=warm,
         uploads=uploads,
         as_json=json,
     )

@@ -29,6 +29,7 @@ def gateway(
     admission: str,
     snapshots: int = 64,
     snapshot_mib: int = 1024,
+    warm: int = 0,
     uploads: Path | None = None,
     as_json: bool,
 ) -> None:
@@ -75,6 +76,7 @@ def gateway(
         tasks=tasks,
         settings=settings,
         announce=announce,
+        warm=warm,
         uploads=uploads,
     )
 

@@ -17,7 +17,7 @@ from agentrl.training.events import Listener
 from agentrl.training.folder import RunFolder
 from agentrl.types import Split, Task
 from envs import registry
-from envs.sandbox.backends import checked
+from envs.sandbox.backends import checked, keep_warm
 from envs.sandbox.contract import Backend
 from envs.sandbox.local import LocalBackend
 from envs.sandbox.plain import PlainBackend
@@ -100,8 +100,14 @@ def tasks(config: RunConfig, folder: RunFolder) -> Tasks:
 
 
 def backend(config: RunConfig, state_dir: Path, listener: Listener) -> Backend:
-    """The sandbox backend, checked. Raises `SandboxError` naming what the kernel refuses, unless the run
-    falls back."""
+    """The sandbox backend, checked, with what it keeps ready. Raises `SandboxError` naming what the kernel
+    refuses, unless the run falls back, and `ConfigError`."""
+    place = _backend(config, state_dir, listener)
+    keep_warm(place, config.sandbox.warm)
+    return place
+
+
+def _backend(config: RunConfig, state_dir: Path, listener: Listener) -> Backend:
     if config.sandbox.gateway:
         return GatewayPlace.connect(config.sandbox.gateway)
     name = config.sandbox.backend

@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
-from agentrl.errors import SandboxError
+from agentrl.errors import ConfigError, SandboxError
 from envs.sandbox.contract import Backend
 from envs.sandbox.docker import DockerBackend
 from envs.sandbox.local import LocalBackend
 from envs.sandbox.plain import PlainBackend
+from envs.sandbox.warm import Warming
 
 
 def _local(state_dir: Path | None) -> Backend:
@@ -53,3 +54,14 @@ def checked(name: str, state_dir: Path | None = None) -> Backend:
     """The backend of this name. Raises `SandboxError` saying what this machine lacks for it and the fix, and
     `KeyError` for a name that is not in `BUILT_IN`."""
     return BUILT_IN[name](state_dir)
+
+
+def keep_warm(backend: Backend, size: int) -> None:
+    """Have a backend keep so many sandboxes ready; 0: none. Raises `ConfigError` where it can not."""
+    if size and not isinstance(backend, Warming):
+        raise ConfigError(
+            f"The {backend.name} backend keeps no sandboxes ready here.",
+            fix="Set warm to 0, or use the docker backend; a gateway has a pool of its own (--warm).",
+        )
+    if isinstance(backend, Warming):
+        backend.keep_warm(size)

@@ -129,6 +129,8 @@ class SandboxInfo:
     limits_enforced: tuple[str, ...]
     """Which limits the kernel holds: memory, pids, disk, cpu, network."""
     ready_ms: float
+    warm: bool = False
+    """It was started before it was asked for, and waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)

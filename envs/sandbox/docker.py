@@ -27,13 +27,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import httpx
 
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost
-from agentrl.types import JsonScalar, SandboxSpec
+from agentrl.types import JsonScalar, SandboxSpec, from_json, to_json
 from envs.sandbox import docker_disk, docker_init, docker_outlive
 from envs.sandbox import namespaces as ns
 from envs.sandbox.agent import Inbox, frames
@@ -46,6 +47,7 @@ from envs.sandbox.docker_images import PYTHON, TOOLS, DockerImages, Prepared
 from envs.sandbox.engine import API, PING_DEADLINE_S, Engine, EngineRefused, EngineUnknown, socket_path
 from envs.sandbox.live import LiveSandbox
 from envs.sandbox.pressure import Deadline, Pressure, waited_in_vain
+from envs.sandbox.warm import Kind, PoolState, WarmPool
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,6 +72,11 @@ LATE_LOOKS = 4
 """For a container whose create was given up: after 0.2, 0.6, 1.4 and 3 s."""
 MAX_PAUSE_S = 30.0
 CLOSE_DEADLINE_S = 30.0
+WARM_AGE_S = 3600.0
+"""A container that waited longer for somebody who asks for it is ended."""
+WARM_DEADLINE_S = 120.0
+HAND_OUT_DEADLINE_S = 5.0
+"""For a container that waited to show that it is as it was."""
 _LOOK_S = 0.25
 _TAIL = 4096
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP")
@@ -123,6 +130,7 @@ class DockerBackend:
         self._estate: docker_outlive.Estate | None = None
         self._janitor: docker_outlive.Janitor | None = None
         self._asking = asyncio.Lock()
+        self._pool: WarmPool[_Launched] | None = None
 
     @property
     def name(self) -> str:
@@ -158,11 +166,36 @@ class DockerBackend:
         begun = time.monotonic()
         _check_spec(spec, mounts)
         prepared = await self._images.require(image)
-        start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", Deadline(deadline_s))
+        sandbox = None
+        if self._pool is not None and not mounts:
+            sandbox = await self._handed_out(self._pool, spec, image, session, begun)
+        if sandbox is None:
+            start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", Deadline(deadline_s))
+            launched = await self._launch(start, spec, image, prepared, session, mounts, deadline_s)
+            sandbox = self._alive(launched, begun)
+        if apply:
+            try:
+                await sandbox.apply(apply, deadline_s=deadline_s)
+            except BaseException:
+                await sandbox.close()
+                raise
+        return sandbox
+
+    async def _launch(
+        self,
+        start: _Start,
+        spec: SandboxSpec,
+        image: str,
+        prepared: Prepared,
+        session: str,
+        mounts: tuple[Mount, ...],
+        deadline_s: float,
+    ) -> _Launched:
+        """A container whose agent has answered, within the deadline."""
         try:
             async with start.deadline:
                 await self._open()
-                sandbox = await self._start(start, spec, image, prepared, session, mounts, begun)
+                return await self._start(start, spec, image, prepared, session, mounts)
         except TimeoutError as error:
             if start.deadline.queued:
                 raise waited_in_vain(start.name) from error
@@ -172,15 +205,11 @@ class DockerBackend:
                 code="start_timeout",
                 phase=start.phase,
             ) from error
-        if apply:
-            try:
-                await sandbox.apply(apply, deadline_s=deadline_s)
-            except BaseException:
-                await sandbox.close()
-                raise
-        return sandbox
 
     async def close(self) -> None:
+        if self._pool is not None:
+            for waiting in await self._pool.stop():
+                self._alive(waiting, time.monotonic())  # Ended with the others.
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)))
         if self._sweep is not None:
             self._sweep.cancel()
@@ -203,6 +232,76 @@ class DockerBackend:
         if self._janitor is not None:
             self._janitor.dismiss(everything_gone=not left)
             self._janitor = None
+
+    # -- started ahead: see `warm`
+
+    def keep_warm(self, size: int) -> None:
+        """See `warm.Warming`.
+
+        A container that waits belongs to nobody: its record names no session, so that whoever comes after
+        this process ends it, and it was told of no lease, so that it ends itself. To give it away, the
+        record is written anew, whole, with the session, before the sandbox is handed out; what is adopted is
+        found by its record, and nothing that ends containers asks a label for the session, which could not
+        be changed any more. A sandbox that needs folders mounted beside its image is always made.
+        """
+        self._pool = None
+        if size:
+            age_s = min(WARM_AGE_S, self._lease_s / 2)  # what is left of the label's lease is its holder's
+            self._pool = WarmPool(
+                size,
+                make=self._make_warm,
+                end=self._end_warm,
+                alive=lambda waiting: waiting.channel.alive,
+                max_age_s=age_s,
+            )
+
+    @property
+    def pool(self) -> PoolState | None:
+        return None if self._pool is None else self._pool.state
+
+    async def _handed_out(
+        self, pool: WarmPool[_Launched], spec: SandboxSpec, image: str, session: str, begun: float
+    ) -> LiveSandbox | None:
+        """A container that waited, probed and given to the session; None: a miss."""
+        kind = (image, to_json(spec).decode())
+        pool.ask(kind)
+        while (found := pool.take(kind)) is not None:
+            record = replace(found.record, session=session)
+            try:
+                seen, _ = await found.channel.call({"op": "probe"}, deadline_s=HAND_OUT_DEADLINE_S)
+                if seen.get("instance") == record.instance:
+                    if self._owner is not None:
+                        docker_outlive.write(found.folder, record)
+                    pool.hits += 1
+                    return self._alive(replace(found, record=record), begun, warm=True)
+            except (BoundaryError, OSError):  # It died, or does not answer.
+                pass
+            except BaseException:
+                await self._alive(found, begun).close()
+                raise
+            pool.discarded += 1
+            await self._alive(found, begun).close()
+        pool.misses += 1
+        return None
+
+    async def _make_warm(self, kind: Kind) -> _Launched:
+        image, spec = kind[0], from_json(SandboxSpec, kind[1])
+        prepared = await self._images.require(image)
+        start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", Deadline(WARM_DEADLINE_S))
+        try:
+            return await self._launch(start, spec, image, prepared, "", (), WARM_DEADLINE_S)
+        except (BoundaryError, OSError):
+            await self._removed(start.name)
+            raise
+
+    async def _end_warm(self, waiting: _Launched) -> None:
+        await self._alive(waiting, time.monotonic()).close()
+        await self._removed(waiting.folder.name)
+
+    async def _removed(self, name: str) -> None:
+        """Wait until the engine no longer has it, nor can still come to have it."""
+        if (removal := self._removals.get(name)) is not None:
+            await asyncio.wait({removal})
 
     # -- outliving this process: see `adoption.Adopting`
 
@@ -248,7 +347,7 @@ class DockerBackend:
             if hello["instance"] != record.instance:
                 raise SandboxLost(f"Sandbox {folder.name} is another instance than at its start.")
             upper = docker_disk.upper_of(folder)
-            return self._alive(channel, folder, record, upper, begun)
+            return self._alive(_Launched(channel, folder, record, upper), begun)
         except BaseException:
             channel.close()
             if upper is not None:
@@ -286,8 +385,7 @@ class DockerBackend:
         prepared: Prepared,
         session: str,
         mounts: tuple[Mount, ...],
-        begun: float,
-    ) -> LiveSandbox:
+    ) -> _Launched:
         name, folder = start.name, self._folder / start.name
         lower = await self._images.workdir(image, prepared, spec.workdir)
         places = {mount.target: str(await self._images.snapshot(mount.source)) for mount in mounts}
@@ -329,17 +427,11 @@ class DockerBackend:
         )
         if self._owner is not None:
             docker_outlive.write(folder, record)
-        return self._alive(channel, folder, record, start.upper, begun)
+        return _Launched(channel, folder, record, start.upper)
 
-    def _alive(
-        self,
-        channel: Channel,
-        folder: Path,
-        record: docker_outlive.Record,
-        upper: int,
-        begun: float,
-    ) -> LiveSandbox:
+    def _alive(self, launched: _Launched, begun: float, *, warm: bool = False) -> LiveSandbox:
         """The sandbox behind a connection to its agent."""
+        folder, record, upper = launched.folder, launched.record, launched.upper
         name, lower = folder.name, Path(record.lower)
 
         async def end() -> None:
@@ -367,8 +459,9 @@ class DockerBackend:
             spec=record.spec,
             limits_enforced=("memory", "pids", "cpu", "disk", "network"),
             ready_ms=(time.monotonic() - begun) * 1000,
+            warm=warm,
         )
-        sandbox = LiveSandbox(info, channel, differ=differ, end=end)
+        sandbox = LiveSandbox(info, launched.channel, differ=differ, end=end)
         self._live.add(sandbox)
         return sandbox
 
@@ -646,13 +739,28 @@ class DockerBackend:
 def examine(path: str) -> dict[str, Any]:
     """What the engine behind this socket says of itself, waiting for it. Raises `SandboxError` with the fix
     when sandboxes can not be made on it."""
+    facts: dict[str, Any] = _told(path, "/info")
+    _check_engine(facts)
+    return facts
+
+
+def sandboxes(path: str) -> tuple[int, int]:
+    """How many sandboxes run on this engine, and how many of them were started before their session was
+    known (see `warm`). Raises `SandboxError`."""
+    wanted = json.dumps({"label": [f"{LABEL}=sandbox"]})
+    found = [facts.get("Labels") or {} for facts in _told(path, "/containers/json", filters=wanted)]
+    return len(found), sum(labels.get(f"{LABEL}.session") == "" for labels in found)
+
+
+def _told(path: str, route: str, **params: str) -> Any:
+    """What the engine answers, waiting for it."""
     transport = httpx.HTTPTransport(uds=path)
     try:
         with socket.socket(socket.AF_UNIX) as first:  # httpx leaks a socket that can not connect.
             first.settimeout(PING_DEADLINE_S)
             first.connect(path)
         with httpx.Client(transport=transport, base_url="http://docker", timeout=INFO_DEADLINE_S) as client:
-            facts: dict[str, Any] = client.get(API + "/info").raise_for_status().json()
+            return client.get(API + route, params=params).raise_for_status().json()
     except (OSError, httpx.HTTPError, ValueError) as error:
         raise SandboxError(
             f"No Docker engine answers at {path}: {error}.",
@@ -660,8 +768,17 @@ def examine(path: str) -> dict[str, Any]:
             code="engine_unreachable",
             phase="prepare",
         ) from error
-    _check_engine(facts)
-    return facts
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A container that has been started, and what is known of it."""
+
+    channel: Channel
+    folder: Path
+    record: docker_outlive.Record
+    upper: int
+    """A descriptor of the changes of its workdir."""
 
 
 class _Start:

@@ -38,6 +38,7 @@ class Record:
 
     owner: str
     session: str
+    """Empty: nobody's yet, started ahead of who will ask for it."""
     image: str
     instance: str
     lower: str
@@ -77,8 +78,8 @@ class Estate:
         return record if record.owner == self._owner else None
 
     def take(self, session: str) -> tuple[Path, Record] | None:
-        """A sandbox of the session; it is then the caller's."""
-        found = [folder for folder, record in self._left.items() if record.session == session]
+        """A sandbox of the session; it is then the caller's. One that is nobody's yet is no session's."""
+        found = [f for f, record in self._left.items() if record.session == session and session]
         if not found:
             return None
         newest = max(found, key=lambda folder: (folder / RECORD).stat().st_mtime)

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 from agentrl.errors import BoundaryError, SandboxError
@@ -29,6 +30,14 @@ _FORGET = 1.02
 """The quickest latency is forgotten at this rate, so that a machine that became slower is accepted."""
 QUEUE_DEADLINE_S = 1800.0
 """Longest wait for a turn: with a healthy engine, thousands of sandboxes before it."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """An operation under way."""
+
+    counts: bool = True
+    """False: it turned out to be another kind of work than the limit is for."""
 
 
 class Limit:
@@ -58,12 +67,13 @@ class Limit:
             self._quickest = latency_s if quickest is None else min(latency_s, quickest * _FORGET)
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
+    def measured(self) -> Iterator[Measured]:
         """An operation that the limit learns from. One that was cancelled, or failed by something that is
         not the environment's, says nothing of it."""
         begun = time.monotonic()
+        measured = Measured()
         try:
-            yield
+            yield measured
         except asyncio.CancelledError:
             raise
         except BoundaryError as error:
@@ -73,7 +83,8 @@ class Limit:
         except BaseException:
             self.learn(time.monotonic() - begun, failed=True)
             raise
-        self.learn(time.monotonic() - begun)
+        if measured.counts:
+            self.learn(time.monotonic() - begun)
 
 
 class Pressure:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from agentrl.errors import AgentRLError, SandboxError
 from envs.sandbox import cgroups
-from envs.sandbox.docker import examine
+from envs.sandbox.docker import examine, sandboxes
 from envs.sandbox.engine import socket_path
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.local import LocalBackend
@@ -168,6 +168,7 @@ def _docker(host: str | None = None) -> Finding:
     """Whether sandboxes can be made on the engine (`DOCKER_HOST`, its own convention), and what it is."""
     try:
         facts = examine(socket_path(host))
+        running, ahead = sandboxes(socket_path(host))
     except SandboxError as refused:
         fix = refused.fix or ""
         return Finding(name="docker engine", status="missing", detail=refused.message, fix=fix)
@@ -175,6 +176,7 @@ def _docker(host: str | None = None) -> Finding:
     detail = (
         f"{facts.get('ServerVersion', '?')}, {facts.get('Driver', '?')}, "
         f"control groups version {facts.get('CgroupVersion', '?')}, images and containers in {root}"
+        f", {running} sandboxes running" + (f" ({ahead} started ahead)" if ahead else "")
     )
     free = shutil.disk_usage(root).free if os.path.isdir(root) else None
     if free is not None and free < LOW_DISK_BYTES:

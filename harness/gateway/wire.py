@@ -403,6 +403,20 @@ class LimiterView(_Wire):
     """How often it fell."""
 
 
+class WarmView(_Wire):
+    """Sandboxes that are started before they are asked for."""
+
+    size: int
+    ready: int
+    making: int
+    hits: int
+    misses: int
+    """Asked for when none was ready; made then."""
+    discarded: int
+    """Ended without having been of use: dead, too old, or of a kind that is no longer asked for."""
+    failed: int
+
+
 class CapacityView(_Wire):
     """Back-pressure as numbers."""
 
@@ -411,6 +425,8 @@ class CapacityView(_Wire):
     verification: RationView
     limiters: dict[Limited, LimiterView]
     """By operation; `exec` says how many run permits there are."""
+    warm: WarmView | None
+    """None: the backend keeps none ready."""
     breaker: Literal["closed", "open"]
     leaked: int
     """Sandboxes that did not close in time."""

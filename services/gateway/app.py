@@ -222,6 +222,9 @@ def _public(gateway: Gateway) -> APIRouter:
             )
             for name, amount in of.in_use.items()
         }
+        pool = gateway.pool()
+        if pool is not None:
+            gateway.metrics.pool(pool)
         page = gateway.metrics.page(held, gateway.leaked, gateway.limiters.views())
         return Response(page, media_type="text/plain; version=0.0.4")
 

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -47,6 +47,7 @@ from envs.evidence import Admission, fault_of
 from envs.sandbox.adoption import Adopting
 from envs.sandbox.contract import Backend, ExecResult, FileChange, Isolation, Mount, Sandbox
 from envs.sandbox.diff import DiffTooLarge
+from envs.sandbox.warm import PoolState, Warming
 from envs.session import Session, prepare
 from envs.tasks import archive
 from envs.tasks.package import load_suite
@@ -730,7 +731,7 @@ class Gateway:
                 await self._written().flushed()
                 wanted = live.request.from_snapshot
                 origin = None if wanted is None else await self.snapshots.origin(live.tenant, wanted)
-                with self.limiters.create.number.measured():
+                with self.limiters.create.number.measured() as making:
                     live.session = await Session.open(
                         live.task,
                         place,
@@ -739,6 +740,7 @@ class Gateway:
                         admission=admission,
                         origin=origin,
                     )
+                    making.counts = not live.session.warm  # one that waited says nothing of making one
             self._breaker(None)
             self._move(live, State.READY)
             self._tell_lease(live)
@@ -945,16 +947,22 @@ class Gateway:
                     return
 
     def capacity(self, tenant: str) -> wire.CapacityView:
+        pool = self.pool()
         mine = Counter(str(live.state) for live in self._live.values() if live.tenant == tenant)
         return wire.CapacityView(
             slots=_ration_view(self.slots, tenant),
             permits=_ration_view(self.permits, tenant),
             verification=_ration_view(self.verification, tenant),
             limiters=self.limiters.views(),
+            warm=None if pool is None else wire.WarmView.model_validate(asdict(pool)),
             breaker="closed" if self.slots.paused is None else "open",
             leaked=self.leaked,
             sessions=dict(mine),
         )
+
+    def pool(self) -> PoolState | None:
+        """What the backend keeps ready; None: nothing."""
+        return self.backend.pool if isinstance(self.backend, Warming) else None
 
     # --------------------------------------------------------------------------------------------- operations
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from agentrl.types import Fault
+from envs.sandbox.warm import PoolState
 from harness.gateway.wire import Limited, LimiterView
 from services.gateway.states import State
 
@@ -82,6 +83,22 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._warm = Gauge(
+            "agentrl_warm_sandboxes",
+            "Sandboxes started ahead: the most there may be, those ready, those being started.",
+            ["what"],
+            registry=self.registry,
+        )
+        self._warm_counts = {
+            name: Counter(f"agentrl_warm_{name}", about, registry=self.registry)
+            for name, about in (
+                ("hit", "Asked for and ready."),
+                ("miss", "Asked for and not ready: made then."),
+                ("discarded", "Ended unused: dead, too old, or no longer asked for."),
+                ("failed", "Starts ahead that failed."),
+            )
+        }
+        self._warm_told = dict.fromkeys(self._warm_counts, 0)
         self._leaked = Gauge(
             "agentrl_leaked_sandboxes", "Sandboxes that did not close in time.", registry=self.registry
         )
@@ -114,6 +131,16 @@ class Metrics:
 
     def limited(self, operation: str, seconds: float) -> None:
         self._limited.labels(operation=operation).observe(seconds)
+
+    def pool(self, state: PoolState) -> None:
+        """What a pool has now, and has done since it was last told."""
+        for what, count in (("size", state.size), ("ready", state.ready), ("making", state.making)):
+            self._warm.labels(what=what).set(count)
+        told = {"hit": state.hits, "miss": state.misses}
+        told |= {"discarded": state.discarded, "failed": state.failed}
+        for name, count in told.items():
+            self._warm_counts[name].inc(count - self._warm_told[name])
+        self._warm_told = told
 
     def page(self, in_use: dict[str, float], leaked: int, limiters: Mapping[Limited, LimiterView]) -> bytes:
         """The text that Prometheus reads."""

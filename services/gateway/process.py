@@ -20,7 +20,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from agentrl.errors import ConfigError
 from agentrl.store import Store, TenantRow
-from envs.sandbox.backends import checked
+from envs.sandbox.backends import checked, keep_warm
 from envs.tasks.package import load_suite
 from services import signals
 from services.gateway.app import create_app
@@ -54,12 +54,13 @@ def serve(
     tasks: Path,
     settings: Settings,
     announce: Callable[[Serving], None],
+    warm: int = 0,
     uploads: Path | None = None,
 ) -> None:
     """Serve until a signal. Call it from the main thread.
 
     Raises:
-        ConfigError: no tasks, no tenants, an unknown backend.
+        ConfigError: no tasks, no tenants, an unknown backend, or one that can keep nothing `warm`.
         SandboxError: the machine refuses the backend.
         KeyboardInterrupt: Ctrl-C, after everything was stopped.
     """
@@ -77,6 +78,7 @@ def serve(
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
         place = checked(backend_name, state_dir)
+        keep_warm(place, warm)
         gateway = Gateway(store=store, backend=place, tasks=suite, settings=settings, uploads=uploads)
 
         async def run() -> None:

@@ -14,14 +14,20 @@ from envs.sandbox.docker import DockerBackend
 pytestmark = pytest.mark.docker
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Case, asyncio.Runner]]:
+@pytest.fixture(scope="module", params=[0, 2], ids=["cold", "warm"])
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Case, asyncio.Runner]]:
+    """With a pool nearly every sandbox is one that waited."""
     engine_or_skip()
     folder = tmp_path_factory.mktemp("docker")
     backend = DockerBackend(folder / "state")
+    backend.keep_warm(request.param)
     with asyncio.Runner() as runner:
         yield Case(backend, folder, kill_container), runner
+        pool = backend.pool
         runner.run(backend.close())
+    assert (pool.hits > 0) if pool is not None else request.param == 0
     assert containers_of(backend) == []
     assert mounts_below(folder) == []
     assert list((folder / "state" / "docker" / "run").iterdir()) == []

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_given import MemoryBackend, World, prepared_store, task_at, until, world
+from gateway_given import MemoryBackend, MemorySandbox, World, prepared_store, task_at, until, world
 
-from agentrl.errors import ExecUnknown, SandboxError, TaskError
+from agentrl.errors import ConfigError, ExecUnknown, SandboxError, TaskError
 from agentrl.store import Store
-from agentrl.types import ExecStatus, Task
+from agentrl.types import EvidenceKey, ExecStatus, SandboxSpec, Task, Termination
 from envs import session as sessions
+from envs.sandbox.backends import keep_warm
+from envs.sandbox.plain import PlainBackend
+from envs.sandbox.warm import PoolState
 from envs.session import Session
 from harness.gateway import client as calls
 from harness.gateway import wire
@@ -171,5 +175,69 @@ def test_a_sandbox_that_waits_for_its_turn_longer_than_it_may_take_to_be_made_is
             task, place, session_id="s", signing_key=b"k", admission=None
         ) as opened:
             assert opened.state == "ready"
+
+    asyncio.run(run())
+
+
+class Warmed(MemoryBackend):
+    """Its first sandbox is made; those after it waited."""
+
+    pool: PoolState | None = None
+
+    def keep_warm(self, size: int) -> None:
+        self.pool = PoolState(size=size, ready=0, making=0, hits=0, misses=0, discarded=0, failed=0)
+
+    async def create(self, spec: SandboxSpec, **more: Any) -> MemorySandbox:
+        assert self.pool is not None
+        made = await super().create(spec, **more)
+        warm = not more["mounts"] and self.pool.misses > 0
+        if not more["mounts"]:
+            counted = {"hits": self.pool.hits + 1} if warm else {"misses": self.pool.misses + 1}
+            self.pool = replace(self.pool, **counted)
+        made.info = replace(made.info, warm=warm)
+        return made
+
+
+def test_what_waits_ready_is_a_number_and_says_nothing_of_how_long_making_takes(
+    store: Store, task: Task
+) -> None:
+    backend = Warmed()
+    keep_warm(backend, 3)
+    learned: list[float] = []
+
+    async def run() -> None:
+        async with world(store, [task], backend=backend) as here:
+            here.gateway.limiters.create.number.learn = lambda took, **_: learned.append(took)  # type: ignore[method-assign]
+            views = [await ready(here, task, key) for key in ("a", "b", "c")]
+            assert len(learned) == 1  # of the one that was made
+            told = (await here.ada.send(calls.capacity())).warm
+            assert told is not None
+            assert (told.size, told.hits, told.misses) == (3, 2, 1)
+            for _ in range(2):  # counted once, however often it is asked for
+                async with here.raw(None) as http:
+                    page = (await http.get("/metrics")).text
+            assert "agentrl_warm_miss_total 1.0" in page
+            assert "agentrl_warm_hit_total 2.0" in page
+            assert 'agentrl_warm_sandboxes{what="size"} 3.0' in page
+            ends = [
+                await here.ada.send(
+                    calls.finalize(view.id, termination=Termination.FINISHED, fault=None, deadline_s=9)
+                )
+                for view in views
+            ]
+            starts = [next(e for e in end.evidence if e.key is EvidenceKey.E1_START) for end in ends]
+            assert [start.facts.get("warm") for start in starts] == [None, True, True]
+
+    asyncio.run(run())
+
+
+def test_a_backend_that_can_keep_nothing_ready_says_so(tmp_path: Path, store: Store, task: Task) -> None:
+    keep_warm(PlainBackend(tmp_path), 0)
+    with pytest.raises(ConfigError, match=r"plain backend keeps no sandboxes ready.*--warm"):
+        keep_warm(PlainBackend(tmp_path), 2)
+
+    async def run() -> None:
+        async with world(store, [task]) as here:
+            assert (await here.ada.send(calls.capacity())).warm is None
 
     asyncio.run(run())

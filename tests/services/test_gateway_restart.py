@@ -19,7 +19,7 @@ from gateway_given import TOKENS, tenant
 
 from agentrl.errors import SandboxError
 from agentrl.store import Store
-from agentrl.types import Action, Task, Termination
+from agentrl.types import Action, EvidenceKey, Task, Termination
 from envs.sandbox.backends import checked
 from envs.tasks import package
 from harness.gateway import client as calls
@@ -87,6 +87,7 @@ class Process:
         options |= {"--state-dir": self.folder / "state"}
         words += [str(word) for option in options.items() for word in option]
         words += ["--slots", str(LIVE[self.backend]), "--memory", "999999", "--permits", "8"]
+        words += ["--warm", "2"] if self.backend == "docker" else []
         with (self.folder / "gateway.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "agentrl.cli.main", *words],
@@ -219,5 +220,46 @@ def test_killed_and_not_started_again_nothing_is_left_when_the_leases_are_over(p
             process.kill()
             assert process.traces() != []
             assert await gone(process, LEASE_S[process.backend] + BUSY_S) == []
+
+    asyncio.run(run())
+
+
+def test_a_session_that_began_from_a_snapshot_is_adopted_and_its_verdict_still_says_so(
+    process: Process,
+) -> None:
+    async def run() -> None:
+        process.start()
+        async with process.client() as client:
+
+            async def ready(key: str, from_snapshot: str | None = None) -> str:
+                asked = calls.open_session(
+                    client_key=key, task_id=process.task.id, from_snapshot=from_snapshot
+                )
+                view = await client.send(asked)
+                while view.waiting:
+                    view = await client.send(calls.session(view.id, wait_s=5))
+                assert view.state == "ready", view.fault
+                return view.id
+
+            async def shell(session_id: str, exec_id: str, command: str) -> None:
+                body = wire.ExecBody(exec_id=exec_id, command=command)
+                assert (await client.send(calls.run(session_id, body))).exit_code == 0
+
+            first = await ready("first")
+            await shell(first, "half", "printf '0\\n1\\n' > steps.txt")
+            snapshot = await client.send(calls.snapshot(first, client_key="half"))
+            second = await ready("second", snapshot.id)
+            await shell(second, "more", "echo 2 >> steps.txt")
+            process.kill()
+            process.start()
+            assert await client.send(calls.snapshot(first, client_key="half")) == snapshot
+            await shell(second, "rest", "echo 3 >> steps.txt")
+            ended = calls.finalize(second, termination=Termination.FINISHED, fault=None, deadline_s=60)
+            verdict = await client.send(ended)
+            assert verdict.reward == 1.0, verdict.fault
+            start = next(link for link in verdict.evidence if link.key is EvidenceKey.E1_START)
+            assert start.facts["snapshot"] == snapshot.digest
+        process.kill(signal.SIGTERM)
+        assert await gone(process, BUSY_S) == []
 
     asyncio.run(run())
