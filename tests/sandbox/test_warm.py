@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -109,10 +110,12 @@ def test_one_that_died_or_grew_old_is_ended_and_never_handed_out(monkeypatch: py
         assert pool.take(A) is place.made[1]
         await pool.stop()
         place = Place(size=2)
-        pool = place.pool(max_age_s=0.05)
+        now = 1000.0
+        monkeypatch.setattr(warm, "time", SimpleNamespace(monotonic=lambda: now))
+        pool = place.pool(max_age_s=60.0)
         pool.ask(A)
         await settled()
-        await asyncio.sleep(0.06)
+        now += 60.0
         assert pool.take(A) is None
         async with asyncio.timeout(5):
             while not place.ended:  # noqa: ASYNC110

@@ -29,7 +29,7 @@ from services.gateway.snapshots import pack
 
 async def ready(here: World, task: Task, key: str = "k", **more: Any) -> wire.SessionView:
     view = await here.ada.send(calls.open_session(client_key=key, task_id=task.id, **more))
-    return await here.ada.send(calls.session(view.id, wait_s=30.0))
+    return await here.ada.send(calls.session(view.id, wait_s=60.0))
 
 
 async def kept(here: World, task: Task, key: str = "first", **more: Any) -> wire.SnapshotView:
@@ -114,16 +114,23 @@ def test_under_one_key_there_is_one_snapshot_also_after_the_session_and_the_gate
 
 
 def test_no_snapshot_is_taken_while_a_command_runs(store: Store, task: Task) -> None:
+    go = asyncio.Event()
+
+    async def before(operation: str, session: str) -> None:
+        if operation == "exec":
+            await go.wait()
+
     async def run() -> None:
-        async with world(store, [task]) as here:
+        async with world(store, [task], backend=MemoryBackend(before=before)) as here:
             view = await ready(here, task)
-            body = wire.ExecBody(exec_id="e", command="sleep 0.3")
+            body = wire.ExecBody(exec_id="e", command="true")
             running = asyncio.create_task(here.ada.send(calls.run(view.id, body)))
             await until(lambda: here.backend.running == 1)
             with pytest.raises(SandboxError, match="A command runs") as busy:
                 await here.ada.send(calls.snapshot(view.id, client_key="s"))
             assert (busy.value.code, busy.value.retryable) == ("busy", True)
             assert await here.ada.send(calls.snapshots()) == ()
+            go.set()
             await running
             assert (await here.ada.send(calls.snapshot(view.id, client_key="s"))).changes == 0
 
@@ -190,7 +197,7 @@ def test_a_snapshot_that_is_over_before_its_session_is_made_is_no_fault_of_the_e
             with pytest.raises(SandboxError, match="it may have expired"):
                 await ready(here, task, "late", from_snapshot=snapshot.id)
             await here.ada.send(calls.delete(snapshot.session_id))
-            view = await here.ada.send(calls.session(waiting.id, wait_s=5))
+            view = await here.ada.send(calls.session(waiting.id, wait_s=60))
             assert view.fault is not None
             assert (view.state, view.fault.owner, view.fault.code) == ("failed", "gateway", "snapshot_gone")
             await here.quiet()
