@@ -253,7 +253,7 @@ def _left_behind(state: Path, *, lease_s: float, grace_s: float) -> list[str]:
 def test_who_comes_after_finds_the_one_that_was_given_by_its_session_and_ends_those_that_waited(
     tmp_path: Path,
 ) -> None:
-    given, *waited = _left_behind(tmp_path, lease_s=300, grace_s=300)
+    given, *waited = _left_behind(tmp_path, lease_s=120, grace_s=120)
     assert len(waited) == 2
     records = {path.parent.name: json.loads(path.read_bytes())["session"] for path in tmp_path.rglob(RECORD)}
     assert records[given] == "given"
