@@ -98,7 +98,7 @@ def test_nothing_is_left_after_any_kind_of_end(backend: LocalBackend, tmp_path: 
                 session="test",
             )
         await asyncio.sleep(0.3)
-        assert children(os.getpid()) == before
+        assert children(os.getpid()) <= before
         assert len(os.listdir("/proc/self/fd")) == descriptors
         assert Path("/proc/self/mountinfo").read_text() == mounts
         assert groups_of(str(os.getpid())) == []
