@@ -215,7 +215,7 @@ def test_thirty_two_multi_turn_trajectories_are_exact(
 ) -> None:
     """For every call the ids that the engine reports equal the stored prefix, and the learner in float32
     finds the log-probs that were recorded. A third-party agent leaves the recorded history only after a reply
-    without a tool call, which it takes out itself."""
+    without a call, or with one that names no command: it takes such a reply out itself."""
     model, tokenizer = served
     own = kind is mini and bool(POLICY)
     acting = models.load(POLICY) if own else model
