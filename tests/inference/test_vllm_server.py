@@ -215,7 +215,7 @@ def test_thirty_two_multi_turn_trajectories_are_exact(
 ) -> None:
     """For every call the ids that the engine reports equal the stored prefix, and the learner in float32
     finds the log-probs that were recorded. A third-party agent leaves the recorded history only after a reply
-    without a call, or with one that names no command: it takes such a reply out itself."""
+    without a call, or with one that is no command: it takes such a reply out itself."""
     model, tokenizer = served
     own = kind is mini and bool(POLICY)
     acting = models.load(POLICY) if own else model
@@ -238,7 +238,8 @@ def test_thirty_two_multi_turn_trajectories_are_exact(
         if call.branch_reason is not None:
             assert call.branch_reason is BranchReason.HISTORY_EDITED
             parent = next(turn for turn in trajectory.turns if turn.call_id == call.parent_id)
-            assert not parent.actions
+            usable = [a.tool == "bash" and "command" in a.arguments for a in parent.actions]
+            assert not usable or not all(usable)
     turns = [len(t.calls) for t in stored]
     assert sum(n >= 2 for n in turns) >= 0.9 * len(turns), "multi-turn; a sampled policy may give up at once"
     off = torch.cat([_difference(acting, trajectory) for trajectory in stored])
