@@ -122,8 +122,9 @@ class Process:
                     found.append(f"process {name}")
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
         found += [line.split()[4] for line in mounts if str(self.folder) in line]
-        for folder in (self.folder / "state").rglob("run/*"):
-            found.append(str(folder))
+        for here, folders, files in os.walk(self.folder / "state"):  # what is gone meanwhile is passed over
+            if here.endswith("/run"):
+                found += [f"{here}/{name}" for name in (*folders, *files)]
         return found
 
 
