@@ -27,9 +27,9 @@ def gateway(
     permits: int | None,
     verify: int | None,
     admission: str,
-    snapshots: int = 64,
-    snapshot_mib: int = 1024,
-    warm: int = 0,
+    snapshots: int,
+    snapshot_mib: int,
+    warm: int,
     uploads: Path | None = None,
     as_json: bool,
 ) -> None:

@@ -70,7 +70,6 @@ _LATER: dict[int | str, dict[str, Any]] = {
 _AGAIN: dict[int | str, dict[str, Any]] = {
     200: {"model": wire.SessionView, "description": "It was opened before, with the same key and body."}
 }
-
 _TAKEN: dict[int | str, dict[str, Any]] = {
     200: {"model": wire.SnapshotView, "description": "It was taken before, with the same key and body."}
 }

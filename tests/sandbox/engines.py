@@ -176,3 +176,27 @@ async def proxied(folder: Path) -> AsyncIterator[Proxy]:
     finally:
         server.close()
         await proxy.close()
+
+
+@asynccontextmanager
+async def opened(
+    state: Path, host: str | None = None, *, warm: int = 0, **options: float
+) -> AsyncIterator[DockerBackend]:
+    """A backend that leaves nothing, whatever happened in between."""
+    backend = DockerBackend(state, host=None if host is None else f"unix://{host}", **options)
+    backend.keep_warm(warm)
+    try:
+        yield backend
+    finally:
+        await backend.close()
+    assert containers_of(backend) == []
+    assert mounts_below(state) == []
+    assert backend.leaked == 0
+
+
+async def image_of(backend: DockerBackend, state: Path) -> str:
+    folder = state / "environment"
+    if not folder.exists():  # Others may be reading it just now.
+        folder.mkdir()
+        (folder / "app.py").write_text("print('hello')\n")
+    return await backend.prepare(str(folder))

@@ -12,12 +12,20 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from engines import Rule, containers_of, docker, engine_or_skip, kill_container, mounts_below, proxied
+from engines import (
+    Rule,
+    containers_of,
+    docker,
+    engine_or_skip,
+    image_of,
+    kill_container,
+    mounts_below,
+    opened,
+    proxied,
+)
 
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, TaskError
 from agentrl.types import ExecStatus, SandboxSpec
@@ -41,27 +49,6 @@ def engine() -> str:
 def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shared by this file's tests, so that the image is prepared once."""
     return tmp_path_factory.mktemp("state")
-
-
-@asynccontextmanager
-async def opened(state: Path, host: str | None = None, **options: float) -> AsyncIterator[DockerBackend]:
-    """A backend that leaves nothing, whatever happened in between."""
-    backend = DockerBackend(state, host=None if host is None else f"unix://{host}", **options)
-    try:
-        yield backend
-    finally:
-        await backend.close()
-    assert containers_of(backend) == []
-    assert mounts_below(state) == []
-    assert backend.leaked == 0
-
-
-async def image_of(backend: DockerBackend, state: Path) -> str:
-    folder = state / "environment"
-    if not folder.exists():  # Others may be reading it just now.
-        folder.mkdir()
-        (folder / "app.py").write_text("print('hello')\n")
-    return await backend.prepare(str(folder))
 
 
 async def make(

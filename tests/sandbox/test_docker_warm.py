@@ -12,13 +12,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Rule, containers_of, docker, engine_or_skip, mounts_below, proxied
+from engines import Rule, containers_of, docker, engine_or_skip, image_of, mounts_below, opened, proxied
 
 from agentrl.types import SandboxSpec
 from envs.sandbox import docker as docker_backend
@@ -43,25 +41,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("state")
 
 
-@asynccontextmanager
-async def opened(state: Path, size: int, host: str | None = None) -> AsyncIterator[DockerBackend]:
-    backend = DockerBackend(state, host=None if host is None else f"unix://{host}")
-    backend.keep_warm(size)
-    try:
-        yield backend
-    finally:
-        await backend.close()
-    assert containers_of(backend) == []
-    assert mounts_below(state) == []
-    assert backend.leaked == 0
-
-
 async def make(backend: DockerBackend, state: Path, session: str = "one", **more: Any) -> LiveSandbox:
-    folder = state / "environment"
-    folder.mkdir(exist_ok=True)
-    if not (folder / "app.py").exists():
-        (folder / "app.py").write_text("print('hello')\n")
-    image = await backend.prepare(str(folder))
+    image = await image_of(backend, state)
     spec = SandboxSpec(image=image, memory_mib=more.pop("memory_mib", 128), disk_mib=16, pids=48)
     return await backend.create(spec, image=image, session=session, deadline_s=60.0, **more)
 
@@ -98,7 +79,7 @@ def described(name: str) -> dict[str, Any]:
 
 def test_one_that_waited_is_held_to_the_same_as_one_that_was_made_and_is_had_at_once(state: Path) -> None:
     async def check() -> None:
-        async with opened(state, 2) as backend:
+        async with opened(state, warm=2) as backend:
             cold = await make(backend, state)
             await sh(cold, "echo mine > app.py")
             await filled(backend, 1)
@@ -121,7 +102,7 @@ def test_one_that_waited_is_held_to_the_same_as_one_that_was_made_and_is_had_at_
 
 def test_an_empty_pool_is_a_miss_and_what_it_can_not_give_is_made(state: Path, tmp_path: Path) -> None:
     async def check() -> None:
-        async with opened(state, 1) as backend:
+        async with opened(state, warm=1) as backend:
             first = await make(backend, state)
             await filled(backend, 1)
             (tmp_path / "tests").mkdir()
@@ -147,7 +128,7 @@ def test_with_an_engine_that_is_slow_to_answer_the_pool_never_exceeds_its_size(
     state: Path, tmp_path: Path
 ) -> None:
     async def check() -> None:
-        async with proxied(tmp_path) as proxy, opened(state, 2, proxy.path) as backend:
+        async with proxied(tmp_path) as proxy, opened(state, proxy.path, warm=2) as backend:
             held = [await make(backend, state)]
             proxy.rules += [
                 Rule("/containers/create", "drop_answer", times=2),
@@ -183,7 +164,7 @@ def test_one_that_died_or_hangs_while_it_waited_is_never_handed_out(
     monkeypatch.setattr(docker_backend, "HAND_OUT_DEADLINE_S", 0.5)
 
     async def check() -> None:
-        async with opened(state, 1) as backend:
+        async with opened(state, warm=1) as backend:
             held = [await make(backend, state)]
             name = await the_one_waiting(backend, held)
             await asyncio.to_thread(docker, "kill", name)

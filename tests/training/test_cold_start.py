@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl import config
 from agentrl.learner.step import Learner
@@ -14,6 +15,7 @@ from agentrl.training import loop, sampling
 RUN_FILE = """
 [run]
 dir = "{folder}"
+threads = 1
 [tasks]
 train = 4
 heldout = 2
@@ -26,6 +28,7 @@ heads = 2
 context = 1024
 [coldstart]
 demonstrations = 4
+threads = 3
 epochs = 1
 [train]
 updates = 0
@@ -48,6 +51,7 @@ def test_demonstrations_are_imitated_in_the_order_they_were_asked_for(
     """The last to finish first: the optimizer's steps are the same."""
     asked: list[str] = []
     imitated: list[str] = []
+    threads: list[int] = []
 
     async def backwards(place: Any, requests: Any, *rest: Any, **more: Any) -> Any:
         asked.extend(request.id for request in requests)
@@ -56,6 +60,7 @@ def test_demonstrations_are_imitated_in_the_order_they_were_asked_for(
 
     def noted(self: Learner, examples: Any, **more: Any) -> list[float]:
         imitated.extend(t.group_id for t in examples)
+        threads.append(torch.get_num_threads())
         return imitate(self, examples, **more)
 
     collect, imitate = sampling.collect, Learner.imitate
@@ -66,3 +71,4 @@ def test_demonstrations_are_imitated_in_the_order_they_were_asked_for(
     loop.run(config.load(run_file, []), listener=Silent())
     assert len(asked) == 4
     assert imitated == asked
+    assert threads == [3], "imitation has its own number of threads"

@@ -32,6 +32,25 @@ def test_an_untrained_model_repeats_a_sequence_that_it_saw_once() -> None:
     assert before < 0.1, "what was never seen can not be copied"
 
 
+@pytest.mark.parametrize("worn_out", range(small.PAIR_HEADS))
+def test_one_pair_head_is_enough_to_repeat_what_was_seen(worn_out: int) -> None:
+    """Of two places with the same token before, the one whose last two tokens are the same: the other pair
+    head finds it. Without any there is nothing to tell them apart by."""
+    generator = torch.Generator().manual_seed(5)
+    first = torch.randint(5, 25, (8, 60), generator=generator)
+    seen_twice = torch.cat([first, first], dim=1)
+
+    def hits(*heads: int) -> float:
+        model = build()
+        with torch.no_grad():
+            for head in heads:
+                model.model.layers[1].self_attn.o_proj.weight[:, 64 * head : 64 * (head + 1)] = 0.0
+            guess = model(seen_twice).logits.argmax(-1)
+        return float((guess[:, 62:-1] == seen_twice[:, 63:]).float().mean())
+
+    assert hits(worn_out) > 2 * hits(*range(small.PAIR_HEADS))
+
+
 def test_of_two_continuations_of_the_same_words_the_nearer_one_is_repeated() -> None:
     generator = torch.Generator().manual_seed(4)
     noise = torch.randint(50, VOCABULARY, (16, 90), generator=generator)
