@@ -202,10 +202,17 @@ class Round:
 
 
 async def conversations(
-    given: argparse.Namespace, keys: list[tuple[str, str]], *, model: str, concurrency: int, more: Any
+    given: argparse.Namespace,
+    keys: list[tuple[str, str]],
+    *,
+    model: str,
+    concurrency: int,
+    spread_s: float,
+    more: Any,
 ) -> Round:
-    """One conversation of `--turns` requests per key, at most `concurrency` at once. They do not begin all at
-    the same moment: in step, they would queue for each other and for nothing else."""
+    """One conversation of `--turns` requests per key, at most `concurrency` at once. The first ones begin
+    over `spread_s`, about the time of one request: in step, they would queue for each other and for nothing
+    else."""
     limit = asyncio.Semaphore(concurrency)
     done = Round(took_ms=[[] for _ in keys])
 
@@ -213,7 +220,7 @@ async def conversations(
         messages: list[Any] = [{"role": "user", "content": f"Conversation {number}. " + "Some words. " * 60}]
         async with limit:
             if number < concurrency:
-                await asyncio.sleep(number / concurrency * given.delay_ms / 1000)
+                await asyncio.sleep(number / concurrency * spread_s)
             for _ in range(given.turns):
                 body = {
                     "model": model,
@@ -277,6 +284,7 @@ class Bench:
         self._proxied = proxied
         self._pid = pid
         self._model = "m"
+        self._spread_s = given.delay_ms / 1000
 
     async def rows(self) -> list[dict[str, Any]]:
         async with aiohttp.ClientSession(headers={"authorization": f"Bearer {ADMIN}"}) as admin:
@@ -297,6 +305,8 @@ class Bench:
                     keys = [(f"{self._server}/v1", "none")] * self._count(concurrency)
                     more = {"logprobs": True} if name == "logprobs" else {}
                     kept.rounds.append(await self._ask(keys, concurrency, more))
+                    if self._given.vllm:  # a real server takes the time it takes
+                        self._spread_s = kept.p50 / 1000
         bare, proxied, logs = sides["bare"], sides["proxied"], sides.get("logprobs")
         requests = len(proxied.took_ms)
         return {
@@ -323,7 +333,14 @@ class Bench:
         return max(self._given.conversations, concurrency)
 
     async def _ask(self, keys: list[tuple[str, str]], concurrency: int, more: Any) -> Round:
-        return await conversations(self._given, keys, model=self._model, concurrency=concurrency, more=more)
+        return await conversations(
+            self._given,
+            keys,
+            model=self._model,
+            concurrency=concurrency,
+            spread_s=self._spread_s,
+            more=more,
+        )
 
     async def _through_the_proxy(self, admin: aiohttp.ClientSession, concurrency: int, kept: Side) -> None:
         opened = []
