@@ -35,6 +35,33 @@ class Listener(Protocol):
         ...
 
 
+class Silent:
+    """Shows nothing and keeps what it was told: for programs that only want the result.
+
+    phases: names, in the order they began.
+    numbers: of every update.
+    notes: what a person should have read.
+    """
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.numbers: list[Mapping[str, float]] = []
+        self.notes: list[str] = []
+
+    def begin(self, phase: str, *, total: int | None, unit: str) -> None:
+        self.phases.append(phase)
+
+    def advance(self, n: int = 1, **facts: float | int | str) -> None: ...
+
+    def end(self, **facts: float | int | str) -> None: ...
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.numbers.append(values)
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
 class Noting:
     """Passes everything on, and keeps the notes with the run."""
 

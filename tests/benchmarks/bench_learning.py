@@ -17,7 +17,6 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from agentrl import config
 from agentrl.algo import recipes
@@ -25,6 +24,7 @@ from agentrl.cli.training import QUICKSTART, for_the_suite
 from agentrl.learner import publish
 from agentrl.store import Store
 from agentrl.training import charts, loop
+from agentrl.training.events import Silent
 
 HERE = Path(__file__).parent
 RECIPES = ("grpo", "dr-grpo", "dapo", "gspo", "cispo", "sapo", "ppo", "sao", "vapo", "rloo")
@@ -52,17 +52,6 @@ STYLE = (
     "svg{background:#fff}text{font:12px sans-serif;fill:#444}.grid{stroke:#ddd}"
     ".curve{fill:none;stroke-width:2}"
 )
-
-
-class Silent:
-    """A listener that says nothing but notes."""
-
-    def begin(self, phase: str, *, total: int | None, unit: str) -> None: ...
-    def advance(self, n: int = 1, **facts: float | int | str) -> None: ...
-    def end(self, **facts: float | int | str) -> None: ...
-    def metrics(self, step: int, values: Any) -> None: ...
-    def note(self, text: str) -> None:
-        print(f"    {text}", flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,7 @@ from agentrl import config as configuration
 from agentrl.errors import ConfigError, ModelError
 from agentrl.store.store import Store
 from agentrl.training import loop
-
-
-class Quiet:
-    """Hears everything and says nothing."""
-
-    def begin(self, phase: str, *, total: int | None, unit: str) -> None: ...
-
-    def advance(self, n: int = 1, **facts: float | int | str) -> None: ...
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def note(self, message: str) -> None: ...
-
-    def end(self, **facts: float | int | str) -> None: ...
+from agentrl.training.events import Silent
 
 
 def read(location: str) -> Any:
@@ -90,7 +77,7 @@ def config(folder: Path, server: FakeVllm, **rollout: Any) -> configuration.RunC
 
 
 def test_a_run_samples_from_servers_that_follow_its_versions(tmp_path: Path, server: FakeVllm) -> None:
-    done = loop.run(config(tmp_path / "run", server), listener=Quiet())
+    done = loop.run(config(tmp_path / "run", server), listener=Silent())
     assert done.faults == 0
     assert server.sent("/inference/v1/generate")
     with Store.open(done.store) as store:
@@ -113,7 +100,7 @@ def test_a_server_that_says_other_log_probs_than_the_learner_stops_the_run(
     """The sync gate: nothing is trained on what other weights sampled."""
     server.say = lambda *given, **options: say(*given, **options, off=20.0)
     with pytest.raises(ModelError, match="is off the learner by"):
-        loop.run(config(tmp_path / "run", server), listener=Quiet())
+        loop.run(config(tmp_path / "run", server), listener=Silent())
     assert server.paused is None
 
 
@@ -127,11 +114,11 @@ def test_an_endpoint_is_evaluated_on_the_heldout_tasks_of_a_run(tmp_path: Path, 
             "eval": run.eval.model_copy(update={"endpoint": f"{server.url}/v1", "model": "judge", "tasks": 1})
         }
     )
-    found = loop.evaluate(judged, checkpoint=None, listener=Quiet())
+    found = loop.evaluate(judged, checkpoint=None, listener=Silent())
     assert (found.attempted, found.graded, found.faults, found.version) == (1, 1, 0, None)
     assert found.success == 0.0
     (asked,) = server.sent("/v1/chat/completions")
     assert asked["model"] == "judge"
     assert {tool["function"]["name"] for tool in asked["tools"]} >= {"submit", "run_tests"}
     with pytest.raises(ConfigError, match=r"needs eval\.model"):
-        loop.evaluate(judged, checkpoint="3", listener=Quiet())
+        loop.evaluate(judged, checkpoint="3", listener=Silent())

@@ -17,6 +17,7 @@ import pytest
 from small_project import CORE, MONEY, lay_checkout, lay_runner
 
 from agentrl.errors import SandboxLost
+from agentrl.training.events import Silent
 from agentrl.types import SandboxSpec, Split, Task
 from envs.admission import admit, attacks
 from envs.evidence import Admission
@@ -55,26 +56,6 @@ class Faulty:
 
     async def close(self) -> None:
         await self._inner.close()
-
-
-class Silent:
-    """A listener that keeps what it was told."""
-
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-        self.notes: list[str] = []
-
-    def begin(self, phase: str, *, total: int | None, unit: str) -> None:
-        self.phases.append(phase)
-
-    def advance(self, n: int = 1, **facts: float | int | str) -> None:
-        pass
-
-    def end(self, **facts: float | int | str) -> None:
-        pass
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)
 
 
 def made(

@@ -11,6 +11,7 @@ import torch
 from agentrl import config
 from agentrl.learner.step import Learner
 from agentrl.training import loop, sampling
+from agentrl.training.events import Silent
 
 RUN_FILE = """
 [run]
@@ -35,14 +36,6 @@ updates = 0
 [eval]
 tasks = 0
 """
-
-
-class Silent:
-    def begin(self, phase: str, *, total: int | None, unit: str) -> None: ...
-    def advance(self, n: int = 1, **facts: float | int | str) -> None: ...
-    def end(self, **facts: float | int | str) -> None: ...
-    def metrics(self, step: int, values: Any) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
 def test_demonstrations_are_imitated_in_the_order_they_were_asked_for(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,10 @@ from agentrl import config as configuration
 from agentrl.learner import samples
 from agentrl.store.store import Store
 from agentrl.training import loop
+from agentrl.training.events import Silent
 from agentrl.types import Termination
 
 MINI = os.environ.get("AGENTRL_TEST_MINI", "")
-
-
-class Noted:
-    """Keeps the numbers of every update."""
-
-    def __init__(self) -> None:
-        self.numbers: list[Mapping[str, float]] = []
-
-    def begin(self, phase: str, *, total: int | None, unit: str) -> None: ...
-
-    def advance(self, n: int = 1, **facts: float | int | str) -> None: ...
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self.numbers.append(values)
-
-    def note(self, message: str) -> None: ...
-
-    def end(self, **facts: float | int | str) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -72,7 +54,7 @@ def test_a_run_trains_on_what_a_third_party_agent_sampled(
             },
         }
     )
-    noted = Noted()
+    noted = Silent()
     done = loop.run(run, listener=noted)
     assert done.faults == 0
     with Store.open(done.store) as store:
