@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import os
 import platform
+import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -81,14 +83,14 @@ def _gpu() -> Finding:
 
 def bench_sandboxes(backend: str, count: int, commands: int, at_once: int, *, as_json: bool) -> None:
     """Times of creating, using and closing sandboxes, in milliseconds."""
-    with progress.shown(as_json=as_json) as listener, tempfile.TemporaryDirectory() as folder:
+    with progress.shown(as_json=as_json) as listener, _folder() as folder:
         listener.begin("sandboxes", total=count, unit="sandboxes")
-        place = checked(backend, Path(folder))
-        before = _held(Path(folder))
+        place = checked(backend, folder)
+        before = _held(folder)
         started = time.perf_counter()
-        times, ends = asyncio.run(_bench(place, Path(folder), count, commands, at_once, listener))
+        times, ends = asyncio.run(_bench(place, folder, count, commands, at_once, listener))
         wall_s = time.perf_counter() - started
-        left = _left(Path(folder), before)
+        left = _left(folder, before)
         listener.end()
     facts = {
         what: {"p50": _quantile(ms, 0.5), "p95": _quantile(ms, 0.95), "n": len(ms)}
@@ -110,11 +112,26 @@ def bench_sandboxes(backend: str, count: int, commands: int, at_once: int, *, as
         took = output.duration(wall_s)
         output.say(f"{count} {backend} sandboxes, {at_once} at once, {commands} commands each: {took}")
         remains = ", ".join(f"{number} {what}" for what, number in left.items() if number)
-        output.say(f"[red]left behind:[/] {remains}" if remains else f"Left behind: no {', '.join(left)}")
+        where = f" (below {folder}; removed once their engine lets go of them)"
+        output.say(
+            f"[red]left behind:[/] {remains}{where}" if remains else f"Left behind: no {', '.join(left)}"
+        )
         if failed:
             output.say(f"[red]ended otherwise:[/] {', '.join(f'{end} {n}' for end, n in failed.items())}")
     if failed or any(left.values()):
         raise typer.Exit(FAILED)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder for the state of sandboxes. It stays while something is mounted below it, for those who
+    remove that late."""
+    folder = Path(tempfile.mkdtemp(prefix="agentrl-bench-"))
+    try:
+        yield folder
+    finally:
+        if str(folder) not in Path("/proc/self/mountinfo").read_text():
+            shutil.rmtree(folder)
 
 
 def _held(folder: Path) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 from agentrl.cli import machine
 from agentrl.cli.app import app
 from agentrl.errors import SandboxError
+from envs.sandbox import docker_disk
+from envs.sandbox import namespaces as ns
 from envs.sandbox.backends import checked
 
 HELD = ("processes", "mounts", "descriptors", "folders")
@@ -57,3 +60,30 @@ def test_what_is_left_behind_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_pat
         child.kill()
         child.wait()
     assert found == {"processes": 1, "mounts": 0, "descriptors": 1, "folders": 1}
+
+
+@pytest.mark.skipif(not docker_disk.can_mount(), reason="mounting needs root")
+def test_a_folder_with_a_mount_stays_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that lets go late: a folder removed under it would hide what is left, or fail with nothing
+    told."""
+    monkeypatch.setattr(machine, "LEFT_DEADLINE_S", 0.1)
+    mounted: list[Path] = []
+    inner = machine._left
+
+    def left(folder: Path, before: dict[str, int]) -> dict[str, int]:
+        mounted.append(folder / "disk")
+        mounted[0].mkdir()
+        ns.mount("tmpfs", str(mounted[0]), "tmpfs", 0, "size=1m")
+        return inner(folder, before)
+
+    monkeypatch.setattr(machine, "_left", left)
+    try:
+        words = ["bench", "sandboxes", "--backend", "plain", "--count", "1", "--commands", "1"]
+        ended = CliRunner().invoke(app, words)
+        assert mounted[0].is_dir()
+    finally:
+        ns.unmount(str(mounted[0]))
+        shutil.rmtree(mounted[0].parent)
+    assert ended.exit_code == 1
+    assert "left behind: 1 mounts" in ended.output
+    assert str(mounted[0].parent) in ended.output.replace("\n", "")
