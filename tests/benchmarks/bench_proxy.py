@@ -9,6 +9,10 @@ tokens, whoever else wants the processor. The proxy is a process of its own. All
 over HTTP, in rounds that alternate, sampled alike. A real server is also asked for log-probs directly:
 without them it has less to do than evidence needs. Targets: 5 ms added, 97 % of the throughput.
 
+A server on the CPU takes every processor, and then the proxy waits for one as anything would; a server with a
+GPU leaves them alone. So give each its own: `taskset -c 0` for the server, `taskset -c 1` for this file. More
+than the whole throughput is possible: the proxy does the chat work, the server takes and gives token ids.
+
 The columns
     bare, +logprobs   p50 of a request straight to the server, without and with log-probs
     proxied           p50 of a request through the proxy
