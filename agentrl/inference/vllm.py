@@ -35,7 +35,14 @@ from typing import Any, Literal
 
 from agentrl.errors import ConfigError, ModelError
 from agentrl.inference import vllm_wire as wire
-from agentrl.inference.connections import Connections, NotConnected, Reply, TransportError
+from agentrl.inference.connections import (
+    ConnectionLost,
+    Connections,
+    IdleClosed,
+    NotConnected,
+    Reply,
+    TransportError,
+)
 from agentrl.inference.resume import sample_whole
 from agentrl.inference.sampler import SampleRequest, SampleResult
 from agentrl.inference.states import EngineState, moved, refused
@@ -90,6 +97,9 @@ class VllmCounts:
     pauses: int = 0
     resumes: int = 0
     updates: int = 0
+    closed_idle: int = 0
+    """Kept connections that a server had closed: what was sent into them was sent again, and the server is
+    still used."""
 
 
 @dataclass(slots=True, eq=False)
@@ -339,10 +349,8 @@ class VllmSampler:
         while True:
             replica = await self._route(request.session)
             replica.load += 1
-            replica.sent += 1
-            self.counts.tries += 1
             try:
-                return await self._one(replica, request)
+                return await self._one(replica, request, lost=lost)
             except NotConnected as error:
                 # Nothing was asked yet: it costs no try.
                 notes.append(f"{replica.url}: {_name(error)}")
@@ -365,16 +373,21 @@ class VllmSampler:
                 replica.load -= 1
                 self._tell()
 
-    async def _one(self, replica: Replica, request: SampleRequest) -> SampleResult:
-        """One try at one replica."""
-        fields = wire.body(
-            request,
-            model=replica.model,
-            request_id=f"{request.id}~{uuid.uuid4().hex[:12]}",
-            salt=None if self._labels is None else self._label,
-        )
+    async def _one(self, replica: Replica, request: SampleRequest, *, lost: int) -> SampleResult:
+        """One try at one replica, after `lost` ones that came to nothing."""
+
+        def fields() -> dict[str, Any]:
+            replica.sent += 1
+            self.counts.tries += 1
+            return wire.body(
+                request,
+                model=replica.model,
+                request_id=f"{request.id}~{uuid.uuid4().hex[:12]}",
+                salt=None if self._labels is None else self._label,
+            )
+
         started_at = time.time()
-        response = await self._http.post(replica.url + wire.GENERATE, fields)
+        response = await self._asked(replica.url + wire.GENERATE, fields, again=not lost)
         if response.status in wire.RETRIED_STATUS:
             said = f"{response.status} {_message(response)}"
             if response.status >= 500 and response.status != 503:
@@ -402,6 +415,26 @@ class VllmSampler:
                 raise
             self._down(replica, error.message)
             raise _Lost(error.message) from error
+
+    async def _asked(self, url: str, fields: Callable[[], dict[str, Any]], *, again: bool = True) -> Reply:
+        """An answer; where the server had closed a kept connection, it is asked `again` over a new one.
+        Raises `TransportError`.
+
+        Everything that a server is asked here may be asked twice: a generation of which nothing came back was
+        nobody's (and gets an id of its own, since the first may still run), and pausing, loading and
+        labelling again changes nothing. Where the server takes no new connection it may have died of the
+        request, which is then one that reached it.
+        """
+        try:
+            return await self._http.post(url, fields())
+        except IdleClosed as closed:
+            if not again:
+                raise
+            self.counts.closed_idle += 1
+            try:
+                return await self._http.post(url, fields(), fresh=True)
+            except NotConnected as error:
+                raise ConnectionLost(f"{closed}, and then {error}") from error
 
     # -------------------------------------------------------------------------------------------- routing
 
@@ -771,7 +804,7 @@ class VllmSampler:
         `deadline`."""
         try:
             async with asyncio.timeout(deadline_s):
-                response = await self._http.post(replica.url + path, {} if fields is None else fields)
+                response = await self._asked(replica.url + path, lambda: fields or {})
         except TimeoutError as error:
             raise ModelError(
                 f"waiting for {replica.url}{path} since {deadline_s:.0f} s.",

@@ -100,6 +100,32 @@ def result(
         ModelError: `answer` (fields are missing or of the wrong kind), `no_ids`, `no_echo`, `no_log_probs`,
             `lengths`, `wrong_token`, `foreign_version`. What they have in common: not evidence.
     """
+    try:
+        return _result(
+            request,
+            answer,
+            model=model,
+            server_kind=server_kind,
+            labels=labels,
+            started_at=started_at,
+            finished_at=finished_at,
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _not_evidence(
+            request, "answer", f"the answer has another form ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _result(
+    request: SampleRequest,
+    answer: Mapping[str, Any],
+    *,
+    model: str,
+    server_kind: LogProbKind,
+    labels: Mapping[str, int] | None,
+    started_at: float,
+    finished_at: float,
+) -> SampleResult:
     choices = answer.get("choices")
     if not isinstance(choices, list) or len(choices) != 1:
         n = len(choices) if isinstance(choices, list) else 0
@@ -162,27 +188,29 @@ def prompt_log_probs(answer: Mapping[str, Any], ids: Sequence[int]) -> tuple[flo
     Raises:
         ModelError: `answer`: it is about other ids, or lacks some.
     """
-    choices = answer.get("choices") or [{}]
-    listed = choices[0].get("prompt_logprobs")
-    if choices[0].get("prompt_token_ids") != list(ids) or not isinstance(listed, list):
+    try:
+        (choice,) = answer["choices"]
+        if choice["prompt_token_ids"] != list(ids):
+            raise ValueError("other ids")
+        found: list[float | None] = [None]
+        for token_id, entry in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True):
+            value = (entry or {}).get(str(token_id), {}).get("logprob")
+            known = isinstance(value, int | float) and math.isfinite(value) and value > UNKNOWN_LOG_PROB
+            found.append(float(value) if known else None)
+        return tuple(found)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
             "the server scored other ids than it was asked to.",
             fix="Use vLLM itself, not an endpoint before it.",
             code="answer",
             phase="sample",
-        )
-    found: list[float | None] = [None]
-    for token_id, entry in zip(ids[1:], listed[1:], strict=True):
-        value = (entry or {}).get(str(token_id), {}).get("logprob")
-        known = isinstance(value, int | float) and math.isfinite(value) and value > UNKNOWN_LOG_PROB
-        found.append(float(value) if known else None)
-    return tuple(found)
+        ) from error
 
 
 def _ids(part: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """Ids of a field; some clients move fields they do not know into `provider_specific_fields`."""
     found = part.get(name) or (part.get("provider_specific_fields") or {}).get(name) or ()
-    return tuple(found) if all(isinstance(i, int) for i in found) else ()
+    return tuple(found) if all(type(i) is int for i in found) else ()
 
 
 def _finish(request: SampleRequest, choice: Mapping[str, Any]) -> FinishReason:

@@ -106,6 +106,10 @@ class FakeVllm:
         self.faults: dict[str, deque[Fault]] = defaultdict(deque)
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.disconnected = 0
+        self.closes_idle = False
+        """Close a connection that was used before as the next request comes, unread: what a busy server does
+        whose timer fires first."""
+        self.closed_idle = 0
         self.seconds = 0.0
         self.pauses = self.resumes = 0
         self.rng = random.Random(5)
@@ -146,7 +150,12 @@ class FakeVllm:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
         try:
+            used = False
             while line := await reader.readline():
+                if used and self.closes_idle:
+                    self.closed_idle += 1
+                    return
+                used = True
                 _, target, _ = line.decode().split()
                 length = 0
                 while (header := await reader.readline()).strip():

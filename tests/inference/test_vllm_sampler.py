@@ -141,6 +141,51 @@ def test_a_lost_try_is_repeated_and_counted_once(fault: Any) -> None:
     run(work)
 
 
+def test_a_connection_that_the_server_closed_while_idle_is_no_lost_replica(tmp_path: Path) -> None:
+    async def work(sampler: VllmSampler, server: FakeVllm) -> None:
+        server.closes_idle = True  # one connection is kept from the greeting
+        results = [await sampler.sample(request(id=f"g.0.1.c{i}")) for i in range(3)]
+        await sampler.publish(write_weights(tmp_path / "1", 11), 1)
+        results.append(await sampler.sample(request(id="g.0.1.c3")))
+        for result in results:
+            check(result, {None: 0, 1: 11})
+        assert results[-1].policy_versions[0].version == 1
+        counts = sampler.counts
+        assert (counts.finished, counts.failed, counts.pauses, counts.resumes) == (4, 0, 1, 1)
+        assert counts.closed_idle == server.closed_idle > 0
+        sent = server.sent(GENERATE)[2:]  # without the two of the greeting
+        assert len({b["request_id"] for b in sent}) == len(sent) == 4, "what was read was asked once"
+        assert sampler.replicas[0].up
+
+    run(work)
+
+
+def test_a_server_that_dies_of_a_request_is_lost_though_its_connection_was_kept() -> None:
+    async def dies(server: FakeVllm) -> None:
+        server._server.close()  # type: ignore[union-attr]  # it takes no connection any more
+        server.closes_idle = True
+
+    async def work(sampler: VllmSampler, first: FakeVllm, second: FakeVllm) -> None:
+        sampler._homes["g.0.1"] = sampler.replicas[0]
+        await dies(first)
+        check(await sampler.sample(request()), {None: 0})
+        counts = sampler.counts
+        assert (counts.tries, counts.closed_idle, len(second.sent(GENERATE))) == (3, 1, 3)
+        assert not sampler.replicas[0].up
+
+    run(work, 2)
+
+
+def test_an_answer_that_began_on_a_kept_connection_is_a_lost_try() -> None:
+    async def work(sampler: VllmSampler, server: FakeVllm) -> None:
+        for beginning in (b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\ncontent-le", b"HTTP/1.1 200 OK\r\n\r\n{"):
+            server.faults[GENERATE].append(lambda _, raw=beginning: Answer(raw=raw))  # type: ignore[misc]
+            check(await sampler.sample(request()), {None: 0})
+        assert (sampler.counts.tries, sampler.counts.closed_idle, sampler.counts.finished) == (6, 0, 3)
+
+    run(work)
+
+
 def test_a_request_that_keeps_ending_servers_is_given_up() -> None:
     async def work(sampler: VllmSampler, *servers: FakeVllm) -> None:
         for server in servers:
@@ -149,7 +194,7 @@ def test_a_request_that_keeps_ending_servers_is_given_up() -> None:
             await sampler.sample(request())
         assert caught.value.code == "server"
         assert caught.value.retryable
-        assert sampler.counts.tries == MAX_LOST
+        assert sampler.counts.tries == MAX_LOST + 1, "a kept connection that ends is looked at twice, once"
         for server in servers:
             server.faults[GENERATE].clear()
         check(await sampler.sample(request()), {None: 0})

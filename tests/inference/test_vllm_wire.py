@@ -7,6 +7,8 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentrl.errors import ModelError
 from agentrl.inference import vllm_wire as wire
@@ -174,3 +176,50 @@ def test_prompt_log_probs_are_looked_up_by_id() -> None:
     assert wire.prompt_log_probs(made, (3, 4, 5)) == (None, -2.5, None)
     with pytest.raises(ModelError):
         wire.prompt_log_probs(made, (3, 4, 6))
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 400)
+    | st.floats()
+    | st.sampled_from(["", "stop", "6.ab", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["token_id", "logprob", "content", "version", "start"]), inner, max_size=2
+        )
+    ),
+    max_leaves=5,
+)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(place for key, one in inside for place in places(one, (*at, key)))]
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_whatever_stands_in_a_field_an_answer_is_evidence_or_a_model_error(data: st.DataObject) -> None:
+    """SRV-04: nothing that a proxy does to an answer ends as a mistake of ours, or passes as evidence."""
+    made = copy.deepcopy(ANSWER)
+    *way, last = data.draw(st.sampled_from(places(made)[1:]))
+    here = made
+    for key in way:
+        here = here[key]
+    here[last] = data.draw(VALUES)
+    try:
+        found = read(made, labels=data.draw(st.sampled_from([None, {"6.ab": 6, "7.cd": 7}])))
+    except ModelError:
+        return
+    assert found.log_probs is not None
+    assert len(found.log_probs) == len(found.token_ids) > 0 or found.finish_reason is FinishReason.ABORT
+    assert all(p is None or math.isfinite(p) for p in found.log_probs)
+    assert not found.policy_versions or found.policy_versions[-1].end == len(found.token_ids)
+
+
+@pytest.mark.parametrize("found", [None, [], {}, [None], [{"prompt_token_ids": [3, 4, 5]}], [5, 6]])
+def test_a_score_of_another_form_is_a_model_error(found: Any) -> None:
+    with pytest.raises(ModelError, match="other ids"):
+        wire.prompt_log_probs({"choices": found}, (3, 4, 5))
