@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import suppress
 from typing import Protocol
 
@@ -70,13 +71,11 @@ class Bridge:
         """Carry until finished. Raises `BoundaryError` when the sandbox can not be reached any more."""
         try:
             while not self._over:
-                for line in (await self._news()).split():
-                    sign, number = line[:1], line[1:]
-                    if sign == "+" and number.isdigit() and int(number) not in self._carrying:
-                        task = asyncio.create_task(self._carry(int(number)))
-                        self._carrying[int(number)] = task
-                    elif sign == "-" and number.isdigit() and int(number) in self._carrying:
-                        self._carrying[int(number)].cancel()
+                for come, number in _told(await self._news()):
+                    if come and number not in self._carrying:
+                        self._carrying[number] = asyncio.create_task(self._carry(number))
+                    elif not come and number in self._carrying:
+                        self._carrying[number].cancel()
                 failed = [t for t in self._carrying.values() if t.done() and not t.cancelled()]
                 for task in failed:
                     task.result()
@@ -104,15 +103,7 @@ class Bridge:
             raw = await self._workspace.read_file(
                 f"{self._folder}/out/{number}", max_bytes=MAX_BODY_BYTES + HEAD_BYTES
             )
-            head, _, body = raw.partition(b"\n")
-            told = json.loads(head)
-            request = Request(
-                method=str(told["method"]),
-                path=str(told["path"]),
-                headers={str(name): str(value) for name, value in dict(told["headers"]).items()},
-                body=body,
-            )
-            response = await self._door.handle(request)
+            response = await self._door.handle(_request(raw))
             content = response.body
             if not isinstance(content, bytes):
                 content = b"".join([piece async for piece in content])
@@ -124,3 +115,31 @@ class Bridge:
                 f"{self._folder}/in/{number}", json.dumps(answer).encode() + b"\n" + content, mode=0o644
             )
             self.carried += 1
+
+
+_NEWS = re.compile(r"([+-])([0-9]{1,9})")
+
+
+def _told(text: str) -> list[tuple[bool, int]]:
+    """Requests that came (True) or whose client left, by number. What is no such line was not written by
+    `inside`."""
+    lines = (_NEWS.fullmatch(line) for line in text.split())
+    return [(line[1] == "+", int(line[2])) for line in lines if line is not None]
+
+
+def _request(raw: bytes) -> Request:
+    """A request as `inside` writes it. Raises `ValueError` for anything else: it lies where the policy can
+    write."""
+    head, _, body = raw.partition(b"\n")
+    try:
+        told = json.loads(head)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(told, dict) or not isinstance(told.get("headers"), dict):
+        raise ValueError("no head of a request")
+    return Request(
+        method=str(told.get("method", "")),
+        path=str(told.get("path", "")),
+        headers={str(name): str(value) for name, value in told["headers"].items()},
+        body=body,
+    )

@@ -25,7 +25,9 @@ from harness.proxy.exchange import (
     pieces,
     plain_text,
     refuse,
+    role_of,
     sse,
+    texts,
     whole,
 )
 
@@ -35,12 +37,16 @@ FINISH = {
     "tool_calls": "tool_use",
     "stop_string": "stop_sequence",
 }
+ROLES = {role: role for role in ("user", "assistant", "system")}
 KINDS = {503: "overloaded_error", 500: "api_error", 404: "not_found_error", 403: "permission_error"}
 
 
 def parse(body: Mapping[str, Any], *, counting: bool = False) -> Ask:
     """A request. Raises `Refusal`. `counting`: a body of `count_tokens`, which has no `max_tokens`."""
-    neutral(body, thinking=({"type": "disabled"},))
+    neutral(body, why="what a reply looks like is left to the model", output_format=())
+    neutral(
+        body, why="a session has no tools and no state beside what is sent", mcp_servers=([],), container=()
+    )
     limit = whole(body, "max_tokens", 1, 1 << 30)
     if limit is None and not counting:
         raise refuse("max_tokens: Field required", param="max_tokens")
@@ -50,13 +56,19 @@ def parse(body: Mapping[str, Any], *, counting: bool = False) -> Ask:
         messages.append({"role": "system", "content": system})
     for at, message in enumerate(field(body, "messages", list, [])):
         messages += _messages(message, f"messages.{at}")
+    if messages and messages[-1]["role"] == "assistant" and not counting:
+        raise refuse(
+            "messages: the last is the assistant's. Prefilling a reply is not supported: a reply is sampled "
+            "whole. End with a message of the user.",
+            param="messages",
+        )
     tools, unenforced = _tools(body)
     return Ask(
         model=field(body, "model", str, ""),
         messages=checked(tuple(messages)),
         tools=tools,
         max_tokens=limit,
-        stops=tuple(s for s in field(body, "stop_sequences", list, []) if isinstance(s, str) and s),
+        stops=texts(body, "stop_sequences"),
         wishes=Wishes(
             temperature=number(body, "temperature", 0, 1),
             top_p=number(body, "top_p", 0, 1),
@@ -81,18 +93,20 @@ def _tools(body: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], tupl
         unenforced.append("tool_choice")
     if tools and choice.get("disable_parallel_tool_use"):
         unenforced.append("parallel_tool_calls")
+    if field(body, "thinking", dict, {}).get("type") not in (None, "disabled"):
+        unenforced.append("thinking")
+    unenforced += [name for name in ("output_config", "context_management") if body.get(name)]
     return tuple(tools), tuple(unenforced)
 
 
 def _messages(message: Any, where: str) -> list[Message]:
     """One of theirs is one of ours, except that tool results are messages of their own."""
-    if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant", "system"):
-        raise refuse(f"{where}: role must be user or assistant.", param=where)
+    role = role_of(message, ROLES, where)
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(b, Mapping) for b in blocks):
         raise refuse(f"{where}.content must be text or a list of blocks.", param=where)
-    if message["role"] == "assistant":
+    if role == "assistant":
         return [_assistant(blocks, where)]
     out: list[Message] = []
     texts: list[Mapping[str, Any]] = []
@@ -104,7 +118,7 @@ def _messages(message: Any, where: str) -> list[Message]:
             texts.append(block)
     if texts or not out:
         text = plain_text(texts, where=f"{where}.content", kinds=("text",))
-        out.append({"role": message["role"], "content": text})
+        out.append({"role": role, "content": text})
     return out
 
 

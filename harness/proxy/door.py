@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +34,8 @@ PING_S = 10.0
 """Between signs of life in a stream that waits for its reply."""
 KEPT_RESPONSES = 4096
 """Conversations kept for `previous_response_id`."""
+
+log = logging.getLogger(__name__)
 
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -147,13 +151,29 @@ class Door:
             )
         except Refusal as refusal:
             return refused(refusal, error)
+        except Exception as own:  # the boundary of a session: whatever a client sends ends that request alone
+            return refused(self._own(own, path), error)
+
+    def _own(self, error: Exception, path: str) -> Refusal:
+        """An error of our own as an answer; counted, and told loudly."""
+        log.error("a request to /%s ended by an error of our own", path, exc_info=error)
+        internal = Refusal(
+            f"The proxy failed on this request: {type(error).__name__}.",
+            status=500,
+            kind="api_error",
+            code="internal",
+        )
+        self.model.note_refused(internal)
+        return internal
 
     def _check_key(self, request: Request) -> None:
+        """Any of the ways in which clients send a key: some send both, one of them a placeholder."""
         if self._key is None:
             return
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        sent = request.headers.get("x-api-key") or bearer
-        if not hmac.compare_digest(sent.encode(), self._key.encode()):
+        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+        sent = [request.headers.get("x-api-key", ""), bearer.strip() if kind.lower() == "bearer" else ""]
+        known = self._key.encode()
+        if not any(hmac.compare_digest(one.encode("utf-8", "replace"), known) for one in sent):
             raise Refusal(
                 "Incorrect API key: use the one of this session.",
                 status=401,
@@ -186,7 +206,8 @@ class Door:
         except BaseException:
             waiting.cancel()
             raise
-        return Response(status=200, content_type=EVENTS, body=_when_done(api, waiting))
+        events_later = _when_done(api, waiting, lambda own: self._own(own, path))
+        return Response(status=200, content_type=EVENTS, body=events_later)
 
     def _models(self, name: str, *, anthropic: bool) -> Response:
         model = self.model.name
@@ -244,12 +265,33 @@ def _body(request: Request) -> Mapping[str, Any]:
             code="request_too_large",
         )
     try:
-        body = json.loads(request.body)
+        body = json.loads(request.body, parse_constant=_no_constant)
+        if _MAYBE_HALF.search(request.body):
+            body = _whole_characters(body)
     except (ValueError, RecursionError) as error:
         raise Refusal(f"The body is not JSON: {error}.", code="not_json") from error
     if not isinstance(body, dict):
         raise Refusal("The body must be a JSON object.", code="not_json")
     return body
+
+
+_MAYBE_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON number")
+
+
+def _whole_characters(value: Any) -> Any:
+    """A value whose texts are Unicode: half of a surrogate pair, as clients leave that cut texts by UTF-16
+    units, becomes the replacement character, as in every encoder of the web."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, dict):
+        return {_whole_characters(name): _whole_characters(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_whole_characters(one) for one in value]
+    return value
 
 
 def _json(status: int, value: Mapping[str, Any]) -> Response:
@@ -264,8 +306,11 @@ async def _at_once(events: Iterator[bytes]) -> AsyncIterator[bytes]:
     yield b"".join(events)
 
 
-async def _when_done(api: _Api, waiting: asyncio.Future[Answer]) -> AsyncIterator[bytes]:
-    """Signs of life until the reply is there; closed early, it gives the request up."""
+async def _when_done(
+    api: _Api, waiting: asyncio.Future[Answer], own: Callable[[Exception], Refusal]
+) -> AsyncIterator[bytes]:
+    """Signs of life until the reply is there; closed early, it gives the request up. `own`: an unexpected
+    error as a refusal."""
     try:
         while not waiting.done():
             yield api.ping
@@ -274,6 +319,8 @@ async def _when_done(api: _Api, waiting: asyncio.Future[Answer]) -> AsyncIterato
             events = api.stream(waiting.result())
         except Refusal as refusal:
             events = api.stream_error(refusal)
+        except Exception as error:  # as in `Door.handle`
+            events = api.stream_error(own(error))
         for event in events:
             yield event
     finally:

@@ -165,17 +165,38 @@ def whole(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None
     return None if value is None else int(value)
 
 
-def neutral(body: Mapping[str, Any], **values: tuple[Any, ...]) -> None:
-    """Refuse settings that would sample another distribution than the recorded log-probs speak of."""
+OTHER_TOKENS = "the tokens would not be samples of the recorded policy"
+OTHER_PROMPT = "the prompt would not be what the model's own template makes of the messages"
+
+
+def neutral(body: Mapping[str, Any], *, why: str = OTHER_TOKENS, **values: tuple[Any, ...]) -> None:
+    """Refuse settings that have a value other than those that change nothing. By default these are settings
+    that would sample another distribution than the recorded log-probs speak of."""
     for name, allowed in values.items():
         value = body.get(name)
         if value is not None and value not in allowed:
             raise Refusal(
-                f"'{name}' is not supported: the tokens would not be samples of the recorded policy. "
-                "Leave it out.",
+                f"'{name}' is not supported: {why}. Leave it out.",
                 param=name,
                 code="unsupported_parameter",
             )
+
+
+def role_of(message: Any, roles: Mapping[str, str], where: str) -> str:
+    """Our role of a message in a wire format. Raises `Refusal`."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str) or role not in roles:
+        raise refuse(f"{where} has no role of {', '.join(roles)}.", param=where)
+    return roles[role]
+
+
+def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A text, or a list of texts that are not empty. Raises `Refusal`."""
+    given = field(body, name, (str, list), [])
+    found = (given,) if isinstance(given, str) else tuple(given)
+    if not all(isinstance(one, str) and one for one in found):
+        raise refuse(f"'{name}' must be text, or a list of texts that are not empty.", param=name)
+    return found
 
 
 def plain_text(content: Any, *, where: str, kinds: tuple[str, ...]) -> str:
@@ -208,7 +229,7 @@ def arguments_text(text: Any, *, where: str) -> str:
         return json.dumps(text, ensure_ascii=False)
     try:
         value = json.loads(text or "{}")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise refuse(f"{where} is not JSON: {error}.", param=where) from error
     if not isinstance(value, dict):
         raise refuse(f"{where} is not a JSON object.", param=where)
@@ -222,6 +243,8 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise refuse(f"The parameters of tool '{name}' are no JSON schema.", param="tools")
     function["parameters"] = parameters if parameters is not None else {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 

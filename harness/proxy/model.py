@@ -119,7 +119,7 @@ class ProxiedModel:
             call = await self._attempt.draw(
                 prompt,
                 view=view_hash(ask.messages or ({"prompt": place.text},), ask.tools),
-                sampling=self._params(ask),
+                sampling=self._params(ask, index),
                 stops=ask.stops,
             )
             choices[index], message, shown = self._read(ask, call)
@@ -156,19 +156,20 @@ class ProxiedModel:
         except EvidenceError as error:
             raise Refusal(str(error), code="unrenderable") from error
 
-    def _params(self, ask: Ask) -> SamplingParams:
+    def _params(self, ask: Ask, index: int) -> SamplingParams:
         base = self._attempt.sampling
         limit = min(base.max_tokens, ask.max_tokens or base.max_tokens)
         if not self.rules.obey:
             return replace(base, max_tokens=limit)
         wish = ask.wishes
+        seed = base.seed if wish.seed is None else wish.seed
         return replace(
             base,
             max_tokens=limit,
             temperature=base.temperature if wish.temperature is None else wish.temperature,
             top_p=wish.top_p or base.top_p,
-            top_k=base.top_k if wish.top_k is None else wish.top_k,
-            seed=base.seed if wish.seed is None else wish.seed,
+            top_k=base.top_k if wish.top_k is None else max(0, wish.top_k),  # -1 is off, too
+            seed=None if seed is None else seed + index,  # one seed would make equal choices
         )
 
     # ------------------------------------------------------------------------------------------------ reading

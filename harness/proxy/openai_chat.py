@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.prompt import Message
 from harness.proxy.exchange import (
+    OTHER_PROMPT,
     Answer,
     Ask,
     Choice,
@@ -25,7 +26,9 @@ from harness.proxy.exchange import (
     pieces,
     plain_text,
     refuse,
+    role_of,
     sse,
+    texts,
     whole,
 )
 
@@ -37,6 +40,16 @@ def parse(body: Mapping[str, Any]) -> Ask:
     """A request. Raises `Refusal` for what is malformed or would change the distribution."""
     neutral_settings(body)
     neutral(body, response_format=({"type": "text"},), modalities=(["text"],), logit_bias=({},))
+    neutral(body, why="it is the old form of 'tools'", functions=([],), function_call=("none", "auto"))
+    neutral(
+        body,
+        why=OTHER_PROMPT,
+        chat_template=(),
+        add_generation_prompt=(True,),
+        continue_final_message=(False,),
+        documents=([],),
+        mm_processor_kwargs=({},),
+    )
     if field(body, "top_logprobs", int, 0) > 0:
         raise refuse(
             "'top_logprobs' is not supported: only the sampled token's log-prob is recorded.",
@@ -60,6 +73,19 @@ def parse(body: Mapping[str, Any]) -> Ask:
     )
 
 
+FORCED = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "structural_tag",
+)
+"""vLLM's ways of forcing a form."""
+UNHEARD = ("reasoning_effort", "chat_template_kwargs", "verbosity")
+"""Wishes about how the model talks that its own template does not take: counted."""
+
+
 def neutral_settings(body: Mapping[str, Any]) -> None:
     neutral(
         body,
@@ -69,7 +95,14 @@ def neutral_settings(body: Mapping[str, Any]) -> None:
         min_p=(0,),
         min_tokens=(0,),
         ignore_eos=(False,),
+        use_beam_search=(False,),
+        length_penalty=(1,),
+        bad_words=([],),
+        allowed_token_ids=([],),
+        logits_processors=([],),
+        **dict.fromkeys(FORCED, ()),
     )
+    neutral(body, why="what ends a reply is the session's", stop_token_ids=([],))
 
 
 def wishes_of(body: Mapping[str, Any]) -> Wishes:
@@ -82,11 +115,7 @@ def wishes_of(body: Mapping[str, Any]) -> Wishes:
 
 
 def stops_of(body: Mapping[str, Any]) -> tuple[str, ...]:
-    stop = field(body, "stop", (str, list), [])
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(s, str) and s for s in stops):
-        raise refuse("'stop' must be text, or a list of texts that are not empty.", param="stop")
-    return stops
+    return texts(body, "stop")
 
 
 def tools_of(body: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
@@ -107,19 +136,20 @@ def tools_of(body: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], tu
         unenforced.append("tool_choice")
     if tools and body.get("parallel_tool_calls") is False:
         unenforced.append("parallel_tool_calls")
+    unenforced += [name for name in UNHEARD if body.get(name)]
     return tuple(tools), tuple(unenforced)
 
 
 def _message(message: Any, at: int) -> Message:
     where = f"messages[{at}]"
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise refuse(f"{where} has no role of {', '.join(ROLES)}.", param=where)
-    role = ROLES[message["role"]]
+    role = role_of(message, ROLES, where)
     text = plain_text(message.get("content"), where=f"{where}.content", kinds=("text", "refusal"))
     if role == "tool":
         return {"role": role, "tool_call_id": field(message, "tool_call_id", str, ""), "content": text}
     if role != "assistant":
         return {"role": role, "content": text}
+    if message.get("function_call"):
+        raise refuse(f"{where} has a function_call, the old form of 'tool_calls'.", param=where)
     out: dict[str, Any] = {"role": role, "content": text}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(reasoning, str) and reasoning:

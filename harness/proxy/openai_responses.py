@@ -23,6 +23,7 @@ from harness.proxy.exchange import (
     pieces,
     plain_text,
     refuse,
+    role_of,
     sse,
     whole,
 )
@@ -33,6 +34,8 @@ __all__ = ["answer", "conversation", "error", "parse", "response_id", "stream", 
 Earlier = Callable[[str], tuple[Message, ...]]
 """The conversation behind a response id. Raises `Refusal` for an unknown one."""
 TEXTS = ("input_text", "output_text", "text", "refusal")
+SAYERS = {name: role for name, role in ROLES.items() if role != "tool"}
+"""Results of tools are items of their own here."""
 
 
 def parse(body: Mapping[str, Any], *, earlier: Earlier) -> Ask:
@@ -41,6 +44,9 @@ def parse(body: Mapping[str, Any], *, earlier: Earlier) -> Ask:
     neutral(body, background=(False,), truncation=("disabled",), top_logprobs=(0,))
     text = field(body, "text", dict, {})
     neutral(text, format=({"type": "text"},))
+    neutral(
+        body, why="a conversation is sent, or named by 'previous_response_id'", conversation=(), prompt=()
+    )
     messages: list[Message] = []
     instructions = field(body, "instructions", str, "")
     if instructions:
@@ -87,6 +93,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], tupl
         unenforced.append("tool_choice")
     if tools and body.get("parallel_tool_calls") is False:
         unenforced.append("parallel_tool_calls")
+    unenforced += [name for name in ("reasoning",) if body.get(name)]
     return tuple(tools), tuple(unenforced)
 
 
@@ -98,7 +105,7 @@ def _items(items: list[Any]) -> list[Message]:
         where = f"input[{at}]"
         if not isinstance(item, Mapping):
             raise refuse(f"{where} is no item.", param=where)
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
             if reply is None or (kind == "message" and (reply["content"] or "tool_calls" in reply)):
                 reply = {"role": "assistant", "content": ""}
@@ -109,9 +116,9 @@ def _items(items: list[Any]) -> list[Message]:
         if kind == "function_call_output":
             text = plain_text(item.get("output"), where=f"{where}.output", kinds=TEXTS)
             out.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text})
-        elif kind == "message" and item.get("role") in ROLES:
+        elif kind == "message":
             text = plain_text(item.get("content"), where=f"{where}.content", kinds=TEXTS)
-            out.append({"role": ROLES[item["role"]], "content": text})
+            out.append({"role": role_of(item, SAYERS, where), "content": text})
         else:
             raise refuse(f"{where} is of type '{kind}'.", param=where, code="unsupported_content")
     return list(out)
