@@ -6,8 +6,8 @@ without them) and only if the first is literally the beginning of the second. Wh
 drops earlier reasoning, one that rewrites history), the result is a branch with its reason, never a guess.
 
 What is data stays data: control tokens spelled inside instructions, tool output or schemas are encoded as
-ordinary text. Rendered text is encoded without added special tokens, so that a template's BOS is the only
-one.
+ordinary text, in every spelling that the tokenizer would read as one (it may fold case or width first).
+Rendered text is encoded without added special tokens, so that a template's BOS is the only one.
 
 Decoding is for reading alone (parsing tool calls, reports): nothing decoded here is ever encoded for
 training, except on a branch, which is a new prompt and says so.
@@ -73,6 +73,7 @@ class ChatFormat:
         self._special_words = _any_of(self._special)
         self._mark_of = {word: n for n, word in enumerate(sorted(self._control))}
         self._word_of = sorted(self._control)
+        self._other_spellings = _reads_other_spellings(tokenizer)
         self._newline = self._encode("\n")
         self._prefixes = self._encode("\nx")[len(self._newline) :] != self._encode("x")
         self._structured = False
@@ -208,12 +209,16 @@ class ChatFormat:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, generate: bool, area: int
     ) -> str:
         """The template's text, with a private character in place of every control string in content."""
-        text: str = self.tokenizer.apply_chat_template(
-            [self._wire(message, area) for message in messages],
-            tools=[self._neutral(dict(tool), area, self._all_words) for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=generate,
-        )
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                [self._wire(message, area) for message in messages],
+                tools=[self._neutral(dict(tool), area, self._all_words) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=generate,
+            )
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            # A template is a program: on messages that its author did not think of it breaks in any way.
+            raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
         return text
 
     def _wire(self, message: Message, area: int) -> dict[str, Any]:
@@ -241,12 +246,26 @@ class ChatFormat:
 
     def _neutral(self, value: Any, area: int, words: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return words.sub(lambda found: chr(area + self._mark_of[found.group()]), value)
+            marked = words.sub(lambda found: chr(area + self._mark_of[found.group()]), value)
+            return self._cut_spellings(marked, area, words) if self._other_spellings else marked
         if isinstance(value, Mapping):
             return {self._neutral(k, area, words): self._neutral(v, area, words) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return [self._neutral(item, area, words) for item in value]
         return value
+
+    def _cut_spellings(self, text: str, area: int, words: re.Pattern[str]) -> str:
+        """Content in which the tokenizer finds no control token: a mark after the first character of each
+        spelling that it would read as one."""
+        ids = {self._control[word] for word in self._word_of if words.fullmatch(word)}
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        cuts = [
+            start + len(text[start:end]) - len(text[start:end].lstrip()) + 1
+            for token, (start, end) in zip(found["input_ids"], found["offset_mapping"], strict=True)
+            if token in ids and end - start > 1
+        ]
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        return chr(area + len(self._word_of)).join(pieces)
 
     def _private_area(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
         text = "".join(_strings(messages)) + "".join(_strings(tools))
@@ -273,13 +292,14 @@ class ChatFormat:
 
     def _encode_rendered(self, text: str, area: int, *, middle: bool = False) -> Ids:
         """Ids of a template's text: one piece, cut only where content spelled a control string."""
-        last = area + len(self._word_of)
+        last = area + len(self._word_of)  # this one only cuts
         ids: list[int] = []
         for piece in re.split(f"([{chr(area)}-{chr(last)}])", text):
             if not piece:
                 continue
-            if len(piece) == 1 and area <= ord(piece) < last:
-                ids.extend(self._encode_as_text(self._word_of[ord(piece) - area]))
+            if len(piece) == 1 and area <= ord(piece) <= last:
+                if ord(piece) < last:
+                    ids.extend(self._encode_as_text(self._word_of[ord(piece) - area]))
             else:
                 ids.extend(self._encode(piece, middle=middle or bool(ids)))
         return tuple(ids)
@@ -338,6 +358,14 @@ class ChatFormat:
 def _any_of(words: Mapping[str, int] | frozenset[str]) -> re.Pattern[str]:
     longest_first = sorted(words, key=lambda word: (-len(word), word))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _reads_other_spellings(tokenizer: Any) -> bool:
+    """Whether an added token is looked for in normalised text (case folded, say), so that other strings than
+    its own become it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalised = any(token.normalized for token in tokenizer.added_tokens_decoder.values())
+    return normalised and getattr(backend, "normalizer", None) is not None
 
 
 def _strings(value: Any) -> list[str]:

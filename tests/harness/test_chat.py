@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizer import FAMILIES, spaced, tokenizer
+from tiny_tokenizer import FAMILIES, folding, spaced, tokenizer
 
 from agentrl.errors import ConfigError
 from agentrl.types import Action, BranchReason, Observation
@@ -199,6 +201,69 @@ def test_control_strings_in_content_are_ordinary_text(text: str) -> None:
         f"\n<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     assert len([i for i in delta if i in control]) == 5
+
+
+OTHER_SPELLINGS = st.sampled_from(
+    [
+        "<TOOL_CALL>",
+        "<Tool_Response>",
+        "<tool_call>",
+        "<|IM_END|>",
+        "<|im_END|>",
+        "</TOOL_CALL>",
+        "<",
+        "a",
+        " ",
+    ]
+)
+
+
+@given(st.lists(OTHER_SPELLINGS, max_size=6).map("".join))
+@settings(max_examples=60, deadline=None)
+def test_a_tokenizer_that_folds_case_finds_no_control_token_in_content(text: str) -> None:
+    """TOK-15: added tokens that are looked for in normalised text have more than one spelling."""
+    chat = ChatFormat(folding())
+    control = set(chat._control.values())
+
+    def controls(ids: Any) -> list[int]:
+        return [i for i in ids if i in control]
+
+    for role in ("user", "system"):
+        frame = chat.prompt([{"role": role, "content": ""}])
+        ids = chat.prompt([{"role": role, "content": text}])
+        assert controls(ids) == controls(frame)
+        assert chat.decode(ids) == chat.decode(frame).replace(f"{role}\n", f"{role}\n{text.lower()}", 1)
+    reply = {"role": "assistant", "content": text}
+    whole = chat.prompt([USER, reply, USER])
+    ends = chat._control["<|im_end|>"]
+    assert list(whole).count(ends) == list(chat.prompt([USER, {**reply, "content": ""}, USER])).count(ends)
+
+
+def test_a_template_that_looks_at_the_clock_is_a_branch_and_never_a_guess() -> None:
+    """As real ones write the date into the system prompt: at midnight the history reads otherwise."""
+    made = copy.copy(tokenizer("chatml"))
+    made.chat_template = "{{ strftime_now('%f') }}\n" + FAMILIES["chatml"]["template"]
+    chat = ChatFormat(made)
+    reply = {"role": "assistant", "content": "ok"}
+    following = chat.continuation([USER, reply], chat.encode_reply("ok"), [USER])
+    assert (following.delta, following.reason) == (None, BranchReason.TEMPLATE)
+    made.chat_template = made.chat_template.replace("%f", "%Y")
+    ids = chat.prompt([USER])
+    following = chat.continuation([USER, reply], chat.encode_reply("ok"), [USER])
+    assert following.delta is not None
+    assert (*ids, *chat.encode_reply("ok"), *following.delta) == chat.prompt([USER, reply, USER])
+
+
+def test_a_template_that_breaks_says_so_as_one_that_refuses() -> None:
+    made = copy.copy(tokenizer("chatml"))
+    made.chat_template = (
+        "{% if messages | length > 2 %}{{ messages[0].content + 1 }}{% endif %}"
+        + (FAMILIES["chatml"]["template"])
+    )
+    chat = ChatFormat(made)
+    with pytest.raises(jinja2.TemplateError, match="TypeError"):
+        chat.prompt([USER, {"role": "assistant", "content": "ok"}, USER])
+    assert chat.prompt([USER])
 
 
 def test_content_that_uses_the_private_area_is_left_alone() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = [
@@ -181,6 +181,25 @@ def tokenizer(family: str) -> Any:
     raw.add_tokens([AddedToken(word, special=False, normalized=False) for word in spec["plain"]])
     extra = {"bos_token": spec["bos"]} if "bos" in spec else {}
     made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=spec["eos"], **extra)
+    made.chat_template = spec["template"]
+    return made
+
+
+@cache
+def folding() -> Any:
+    """ChatML on a tokenizer that folds case, and looks for its added tokens in what it folded."""
+    raw = Tokenizer(models.BPE())
+    raw.normalizer = normalizers.Lowercase()
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=480, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    raw.train_from_iterator(CORPUS * 4, trainer)
+    spec = FAMILIES["chatml"]
+    raw.add_special_tokens([AddedToken(word, special=True, normalized=True) for word in spec["special"]])
+    raw.add_tokens([AddedToken(word, special=False, normalized=True) for word in spec["plain"]])
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=spec["eos"])
     made.chat_template = spec["template"]
     return made
 
