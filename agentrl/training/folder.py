@@ -35,8 +35,14 @@ class RunFolder:
         """The run that was begun here and its configuration; None for a folder without one."""
         if not self._note.exists():
             return None
-        note = json.loads(self._note.read_text())
-        return note["run_id"], RunConfig.model_validate(note["config"])
+        try:
+            note = json.loads(self._note.read_text())
+            return note["run_id"], RunConfig.model_validate(note["config"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{self._note} is not the note of a run that this version can go on with.",
+                fix="Restore it from a copy, or start a new run in another folder.",
+            ) from error
 
     def begin(self, run_id: str, config: RunConfig) -> None:
         """Note the run, whole or not at all."""
