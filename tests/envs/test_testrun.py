@@ -291,6 +291,7 @@ test_line.__test__ = False  # type: ignore[attr-defined]
 
 
 def test_only_lines_with_the_nonce_between_the_markers_count() -> None:
+    """ENV-09: what the tested code prints is no outcome."""
     report = framed(test_line("t1", "passed"))
     assert outcomes(parse(report, NONCE, None)) == {"t1": "passed"}
     noisy = (
