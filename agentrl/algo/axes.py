@@ -8,6 +8,7 @@ set by the recipe or the run file. So a new operator is one function, plus its n
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -32,11 +33,18 @@ class Operator:
     defaults: Mapping[str, Number]
     required: tuple[str, ...]
     """Numbers that have no default."""
+    kinds: Mapping[str, str]
+    """What each number is, as it is annotated: `float`, `int | None`, `str`, ..."""
 
     @property
     def equation(self) -> str:
         """First paragraph of the function's docstring."""
         return (inspect.getdoc(self.function) or "").split("\n\n", 1)[0].replace("\n", " ")
+
+
+def _kind(annotation: Any) -> str:
+    """An annotation as it is written."""
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
 def table(*functions: Callable[..., Any]) -> Mapping[str, Operator]:
@@ -54,6 +62,7 @@ def table(*functions: Callable[..., Any]) -> Mapping[str, Operator]:
             optional=tuple(p.name for p in positional if p.default is not p.empty),
             defaults=MappingProxyType({p.name: p.default for p in numbers if p.default is not p.empty}),
             required=tuple(p.name for p in numbers if p.default is p.empty),
+            kinds=MappingProxyType({p.name: _kind(p.annotation) for p in numbers}),
         )
     return MappingProxyType(rows)
 
@@ -81,6 +90,35 @@ def resolve(axis: str, operators: Mapping[str, Operator], choice: Choice) -> Ope
         if key not in known:
             raise ConfigError(f"{axis} '{operator.name}' has no number '{key}'.", fix=nearest(key, known))
     return operator
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "float": (int, float),
+        "int": (int,),
+        "bool": (bool,),
+        "str": (str,),
+        "tuple[float, ...]": (tuple,),
+        "None": (type(None),),
+    }
+)
+
+
+def check_kind(axis: str, operator: Operator, key: str, value: Number) -> None:
+    """Raise `ConfigError` unless a number is what the operator takes, and finite."""
+    kinds = [kind.strip() for kind in operator.kinds[key].split("|")]
+    known = all(kind in _KINDS for kind in kinds)
+    fits = not known or isinstance(value, tuple({t for kind in kinds for t in _KINDS[kind]}))
+    if known and isinstance(value, bool) and "bool" not in kinds:
+        fits = False
+    several = value if isinstance(value, tuple) else (value,)
+    endless = any(isinstance(one, float) and not math.isfinite(one) for one in several)
+    if not fits or endless:
+        raise ConfigError(
+            f"{axis}.{operator.name}.{key} = {value!r} is not {' or '.join(kinds)}"
+            f"{' and finite' if endless else ''}.",
+            fix=f"Its default is {operator.defaults[key]!r}." if key in operator.defaults else None,
+        )
 
 
 def numbers_of(operator: Operator, choice: Choice) -> dict[str, Number]:

@@ -56,8 +56,8 @@ METHODS: tuple[Method, ...] = (
     Method(
         name="on-policy distillation by JSD",
         where="recipe",
-        section={"recipe": "opd-full", "teacher": {"divergence": {"coefficient": 1.0}}},
-        how="the learner's whole-vocabulary divergence; its kind is the learner's",
+        section={"recipe": "opd-full", "teacher": {"divergence": {"kind": "jsd"}}},
+        how="the whole-vocabulary divergence of another kind; `forward` is the forward KL",
     ),
     Method(
         name="process reward model",

@@ -4,6 +4,9 @@ With `d = log pi - log pi_ref` on a token sampled from `pi`: k1 = d, k2 = d^2/2,
 estimate KL(pi || pi_ref), but a value is not a gradient (arXiv:2506.09477): in a loss, k1 has gradient 1 per
 token, which is zero in expectation and controls nothing; k2 has gradient d, the true KL gradient on policy;
 k3 has 1 - exp(-d), which pulls towards the forward KL. The reference carries no gradient.
+
+`target` makes a coefficient adaptive: between updates it doubles where the measured KL is above 1.5 target,
+and halves below target / 1.5 (`band`, `adapt_beta`). None: it stays.
 """
 
 from __future__ import annotations
@@ -52,32 +55,40 @@ def kl_k1(logp_N: torch.Tensor, ref_logp_N: torch.Tensor, *, coefficient: float 
     return _same(k1(logp_N - ref_logp_N.detach()))
 
 
-def kl_k2(logp_N: torch.Tensor, ref_logp_N: torch.Tensor, *, coefficient: float = 0.001) -> Penalty:
+def kl_k2(
+    logp_N: torch.Tensor, ref_logp_N: torch.Tensor, *, coefficient: float = 0.001, target: float | None = None
+) -> Penalty:
     """`beta d^2/2`, gradient `beta d`: the on-policy gradient of the reverse KL."""
-    del coefficient
+    del coefficient, target
     return _same(k2(logp_N - ref_logp_N.detach()))
 
 
-def kl_k3(logp_N: torch.Tensor, ref_logp_N: torch.Tensor, *, coefficient: float = 0.001) -> Penalty:
+def kl_k3(
+    logp_N: torch.Tensor, ref_logp_N: torch.Tensor, *, coefficient: float = 0.001, target: float | None = None
+) -> Penalty:
     """`beta (exp(-d) - 1 + d)`, gradient `beta (1 - exp(-d))` (GRPO, arXiv:2402.03300 eq. 4)."""
-    del coefficient
+    del coefficient, target
     return _same(k3(logp_N - ref_logp_N.detach()))
 
 
-def kl_full(live_ref_kl_N: torch.Tensor, *, coefficient: float = 0.001) -> Penalty:
+def kl_full(
+    live_ref_kl_N: torch.Tensor, *, coefficient: float = 0.001, target: float | None = None
+) -> Penalty:
     """`beta KL(pi(.|s) || pi_ref(.|s))` over the whole vocabulary, computed by the learner with gradient."""
-    del coefficient
+    del coefficient, target
     return _same(live_ref_kl_N)
 
 
-def kl_old(logp_N: torch.Tensor, old_logp_N: torch.Tensor, *, coefficient: float = 1.0) -> Penalty:
+def kl_old(
+    logp_N: torch.Tensor, old_logp_N: torch.Tensor, *, coefficient: float = 1.0, target: float | None = None
+) -> Penalty:
     """`beta KL(pi_old || pi)` by `exp(x) - 1 - x`, `x = log pi - log pi_old` (PPO penalty, arXiv:1707.06347
     eq. 8).
 
     Tokens come from pi_old, so this k3 form is unbiased for the direction of the paper. beta adapts:
     `adapt_beta`.
     """
-    del coefficient
+    del coefficient, target
     return _same(k3(-(logp_N - old_logp_N.detach())))
 
 
@@ -95,6 +106,11 @@ def positive_entropy(
     del coefficient
     loss_N = torch.where(advantage_N > 0, -live_entropy_N, torch.zeros_like(live_entropy_N))
     return Penalty(loss_N=loss_N, value_N=-loss_N.detach())
+
+
+def band(target: float) -> tuple[float, float]:
+    """Where the measured KL leaves beta as it is: `target / 1.5` to `1.5 target` (arXiv:1707.06347 §4)."""
+    return target / 1.5, 1.5 * target
 
 
 def adapt_beta(beta: float, measured_kl: float, *, low: float, high: float, factor: float = 2.0) -> float:

@@ -14,10 +14,15 @@ import torch
 
 from agentrl.algo.axes import table
 from agentrl.algo.columns import Layout, segment_mean, segment_sum
+from agentrl.errors import ConfigError, nearest
 
 LOG_RATIO_LIMIT = 20.0
 """Arguments of exp() are clamped to plus or minus this: exp(20) = 4.85e8 is finite in float32 and in every
 product."""
+
+
+LEVELS = ("token", "sequence_geomean", "sequence_product")
+"""At which a behaviour correction is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +104,9 @@ def _behaviour_gap(
     zero_N = torch.zeros_like(gap_N)
     if level == "sequence_geomean":
         return sequence_geomean(gap_N, zero_N, layout)
-    return sequence_product(gap_N, zero_N, layout)
+    if level == "sequence_product":
+        return sequence_product(gap_N, zero_N, layout)
+    raise ConfigError(f"'{level}' is no level of a correction.", fix=nearest(level, LEVELS))
 
 
 def truncated(

@@ -8,16 +8,17 @@ evidence it needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Literal, cast
 
 from agentrl.algo.advantages import ADVANTAGE, BATCH_WIDE
-from agentrl.algo.axes import Choice, Number, Operator, choose, numbers_of, resolve
+from agentrl.algo.axes import Choice, Number, Operator, check_kind, choose, numbers_of, resolve
 from agentrl.algo.critic_losses import VALUE
 from agentrl.algo.imitation import IMITATION
-from agentrl.algo.penalties import PENALTY
+from agentrl.algo.penalties import PENALTY, band
 from agentrl.algo.ratios import CORRECTION, RATIO
 from agentrl.algo.reductions import REDUCTION, TOKEN_WEIGHT
 from agentrl.algo.rewards import REWARD, TOKEN_REWARD
@@ -91,6 +92,20 @@ OPTIONAL_COLUMNS = frozenset(
     }
 )
 """Columns that a batch may lack (`objective.Columns`); a recipe that needs one is refused without it."""
+
+RUN_COLUMNS = frozenset(
+    {
+        "logb_N",
+        "prox_logp_N",
+        "entropy_N",
+        "turn_reward_N",
+        "components_SK",
+        "greedy_reward_S",
+    }
+)
+"""Optional columns that a run of a run file fills by itself, beyond those of its critic, reference and
+teacher. `components_SK` is there where all graders name the same components. Any other is given to
+`Learner.update(extra=...)`."""
 
 LIVE = MappingProxyType(
     {
@@ -202,7 +217,9 @@ class Recipe:
 
     @property
     def needs_critic(self) -> bool:
-        return "values_N" in self.columns or self.value is not None
+        """Whether it trains one. A recipe that only reads values (Monte-Carlo ones, those of a scorer) is
+        given them."""
+        return self.value is not None
 
     @property
     def needs_reference(self) -> bool:
@@ -211,6 +228,14 @@ class Recipe:
     @property
     def needs_teacher(self) -> bool:
         return "teacher_logp_N" in self.columns or "teacher_divergence_N" in self.live
+
+    @property
+    def bands(self) -> dict[str, tuple[float, float]]:
+        """Components whose coefficient adapts, with the band of their KL in which it stays."""
+        targets = {
+            op.name: numbers_of(op, c).get("target") for a, op, c in self.operators() if a == "penalty"
+        }
+        return {f"penalty/{name}": band(t) for name, t in targets.items() if isinstance(t, int | float)}
 
     @property
     def batch_wide(self) -> bool:
@@ -321,7 +346,7 @@ def _scalar(recipe: Recipe, key: str, value: object) -> object:
         value = float(cast(float, value)) if fits else value
     else:
         fits = value is None or (isinstance(value, int) and not isinstance(value, bool))
-    if not fits:
+    if not fits or (isinstance(value, float) and not math.isfinite(value)):
         raise ConfigError(
             f"{key} = {value!r} has the wrong type.", fix=f"It is {current!r} in recipe '{recipe.name}'."
         )
@@ -344,7 +369,9 @@ def _choice(axis: str, operator: object, numbers: Mapping[str, object], old: Cho
             )
         clean[key] = cast(Number, value)
     choice = choose(operator, **{**kept, **clean})
-    resolve(axis, AXES[axis], choice)
+    row = resolve(axis, AXES[axis], choice)
+    for key, value in clean.items():
+        check_kind(axis, row, key, value)
     return choice
 
 
@@ -558,9 +585,10 @@ PPO_PENALTY = replace(
     PPO,
     name="ppo-penalty",
     equation="L = -E_t rho_t A_t + beta KL(pi_old || pi); beta *2 above the KL band, /2 below it",
-    differs="beta lives in the training state: penalties.adapt_beta between steps, coefficients= in loss",
+    differs="beta moves once per update, by the KL measured over its steps; it acts with more than one step "
+    "per batch",
     surrogate=choose("importance"),
-    penalty=(choose("kl_old", coefficient=1.0),),
+    penalty=(choose("kl_old", coefficient=1.0, target=0.01),),
 )
 PPO_TURN = replace(
     PPO,
@@ -977,8 +1005,7 @@ OPD_FULL = replace(
     OPD,
     name="opd-full",
     arxiv="2306.13649",
-    equation="L = 1/N sum_t D(pi_T, pi) over the whole vocabulary; D = reverse KL, forward KL or JSD of the "
-    "learner",
+    equation="L = 1/N sum_t D(pi_T, pi) over the whole vocabulary; D = reverse KL, forward KL or JSD (kind)",
     teacher=(choose("divergence", coefficient=1.0, on="graded"),),
 )
 OPD_FORWARD = replace(
@@ -1023,9 +1050,10 @@ HDPO = replace(
     paper="Ding, 2026",
     arxiv=None,
     equation="L_GRPO + lambda JSD(pi, pi_T) on all-fail groups, pi_T the policy given the answer",
-    differs="nothing; the learner computes the JSD of the privileged prompt",
+    differs="pi_T is the teacher model on the same prompt: whoever gives one that knows the answer has the "
+    "paper's",
     penalty=(),
-    teacher=(choose("divergence", coefficient=0.1, on="all_fail"),),
+    teacher=(choose("divergence", coefficient=0.1, on="all_fail", kind="jsd"),),
 )
 RLSD = replace(
     GRPO,

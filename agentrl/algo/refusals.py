@@ -8,13 +8,16 @@ GPU hour.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from agentrl.algo.advantages import GROUP_RELATIVE, PER_TOKEN
 from agentrl.algo.axes import Number, numbers_of
 from agentrl.algo.imitation import SCOPES
 from agentrl.algo.penalties import KL_TO_REFERENCE
+from agentrl.algo.ratios import LEVELS
 from agentrl.algo.recipes import OPTIONAL_COLUMNS, Recipe
 from agentrl.errors import ConfigError
 
@@ -41,6 +44,10 @@ class RunFacts:
     max_lag: int = 0
     """Largest staleness, in policy versions, that the run admits; 0 is synchronous."""
     updates_per_batch: int = 1
+    shared_critic: bool = False
+    """The critic is a head on the policy's trunk."""
+    critic_warmup: int = 0
+    """Updates that train only the critic."""
     whole_batch_on_every_rank: bool = True
 
 
@@ -71,6 +78,113 @@ def _outside(recipe: Recipe, keys: tuple[str, ...], low: float, high: float) -> 
         for key in keys
         for _, v in _all(recipe, key)
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """From `low` to `high`; `above`: without `low` itself, `below`: without `high`."""
+
+    low: float = 0.0
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def holds(self, value: float) -> bool:
+        low = value > self.low if self.above else value >= self.low
+        return low and (value < self.high if self.below else value <= self.high)
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
+        if math.isinf(self.high):
+            return low
+        return f"{low} and {'below' if self.below else 'at most'} {self.high:g}"
+
+
+_POSITIVE, _NOT_NEGATIVE, _SHARE = Range(above=True), Range(), Range(high=1.0)
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "coefficient": _NOT_NEGATIVE,
+        "epsilon": _NOT_NEGATIVE,
+        "ddof": _SHARE,
+        "target": _POSITIVE,
+        "gamma": _SHARE,
+        "lambda_policy": _SHARE,
+        "lambda_critic": _SHARE,
+        "decay": _SHARE,
+        "student": _SHARE,
+        "share": _SHARE,
+        "temperature": _POSITIVE,
+        "concentration": _POSITIVE,
+        "base": _POSITIVE,
+        "cap": _POSITIVE,
+        "clip": _POSITIVE,
+        "shape": _POSITIVE,
+        "sigma": _POSITIVE,
+        "tau_positive": _POSITIVE,
+        "tau_negative": _POSITIVE,
+        "bins": Range(low=2),
+        "n": Range(low=1),
+        "max_length": Range(low=1),
+        "short": Range(low=1),
+        "long": Range(low=1),
+        "at_most": _NOT_NEGATIVE,
+        "gae_tokens.alpha": _POSITIVE,
+        "gae_or_mean.alpha": _POSITIVE,
+        "probability_weight.alpha": _SHARE,
+        "teacher_interpolation.alpha": Range(high=1.0, below=True),
+        "prune_small_advantage.keep": Range(high=1.0, above=True),
+        "dynamic_clip.cap": Range(low=1),
+        "mixed_value_at_risk.low": _POSITIVE,
+        "mixed_value_at_risk.high": _SHARE,
+    }
+)
+"""What a number may be, by its name or by `operator.name`, which goes first."""
+
+INTERVALS = ("masked", "hl_gauss", "clip_advantage", "teacher_magnitude", "mixed_value_at_risk")
+"""Operators whose `low` lies below their `high`."""
+COMPARED_REWARDS = ("group_length_reward", "set_marginal", "frequency_weighted")
+"""Rewards that look at the other members of the group."""
+
+
+def _out_of_range(recipe: Recipe) -> list[str]:
+    out = []
+    for axis, op, choice in recipe.operators():
+        for key, value in {**op.defaults, **choice.numbers}.items():
+            allowed = RANGES.get(f"{op.name}.{key}") or RANGES.get(key)
+            if allowed is None or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if not allowed.holds(value):
+                out.append(f"{axis}.{op.name}.{key} = {value:g} is not {allowed}")
+    for key, allowed in (
+        ("critic_steps", Range(low=1)),
+        ("max_lag", _NOT_NEGATIVE),
+        ("value_coefficient", _NOT_NEGATIVE),
+        ("group_size", Range(low=1)),
+    ):
+        value = getattr(recipe, key)
+        if value is not None and not allowed.holds(value):
+            out.append(f"{key} = {value:g} is not {allowed}")
+    return out
+
+
+def _upside_down(recipe: Recipe) -> list[str]:
+    """Intervals without an inside."""
+    out = []
+    for axis, op, choice in recipe.operators():
+        numbers = {**op.defaults, **choice.numbers}
+        low, high = ("short", "long") if op.name == "difficulty_budget" else ("low", "high")
+        if op.name in (*INTERVALS, "difficulty_budget"):
+            ends = numbers.get(low), numbers.get(high)
+            if all(isinstance(end, int | float) for end in ends) and not float(str(ends[0])) < float(
+                str(ends[1])
+            ):
+                out.append(f"{axis}.{op.name}: {low} = {ends[0]} is not below {high} = {ends[1]}")
+    return out
+
+
+def _levels(recipe: Recipe) -> list[str]:
+    return [f"{op} = {level!r}" for op, level in _all(recipe, "level") if level not in LEVELS]
 
 
 def _missing_numbers(recipe: Recipe) -> list[str]:
@@ -120,14 +234,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         name="critic",
         when=lambda r, f: r.value is not None and not f.has_critic,
-        sentence="Recipe '{recipe.name}' estimates advantages with a critic, and the run has none: add a "
-        "critic section.",
+        sentence="Recipe '{recipe.name}' trains a critic, and the run has none: give it one, or set value to "
+        '"none" and an advantage that reads no values.',
     ),
     Refusal(
         name="values",
         when=lambda r, f: "values_N" in r.columns and not f.has_critic and "values_N" not in f.columns,
         sentence="Recipe '{recipe.name}' reads values and the run has neither a critic nor Monte-Carlo "
-        "values.",
+        "values: give Learner.update(extra=...) some, or choose a recipe that trains a critic.",
     ),
     Refusal(
         name="untrained_critic",
@@ -152,13 +266,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         name="teacher",
         when=lambda r, f: r.needs_teacher and not f.has_teacher,
-        sentence="Recipe '{recipe.name}' needs log-probs of a teacher, and the run has none: add a teacher "
-        "section.",
+        sentence="Recipe '{recipe.name}' needs a teacher, and the run has none: set teacher.source to a "
+        "model with the policy's tokenizer.",
     ),
     Refusal(
         name="columns",
         when=lambda r, f: ", ".join(_missing_columns(r, f)),
-        sentence="Recipe '{recipe.name}' needs {detail}, which this run does not produce.",
+        sentence="Recipe '{recipe.name}' needs {detail}, which this run does not produce: choose another "
+        "recipe, or give Learner.update(extra=...) the column.",
     ),
     Refusal(
         name="kl_twice",
@@ -180,19 +295,19 @@ REFUSALS: tuple[Refusal, ...] = (
         name="group_of_one",
         when=lambda r, f: _has(r, "advantage", *GROUP_RELATIVE) and f.group_size < 2,
         sentence="Advantage '{recipe.advantage.operator}' compares members of a group, and group_size is "
-        "{run.group_size}.",
+        "{run.group_size}: set it to 2 or more.",
     ),
     Refusal(
         name="mixed_groups_of_one",
         when=lambda r, f: _has(r, "select", "mixed_groups", "max_variance") and f.group_size < 2,
         sentence="Selection by reward spread needs at least two members per prompt, group_size is "
-        "{run.group_size}.",
+        "{run.group_size}: raise it.",
     ),
     Refusal(
         name="single_rollout",
         when=lambda r, f: r.group_size is not None and f.group_size != r.group_size,
         sentence="Recipe '{recipe.name}' is defined for group_size {recipe.group_size}, the run has "
-        "{run.group_size}.",
+        "{run.group_size}: set it to {recipe.group_size}.",
     ),
     Refusal(
         name="downsampling",
@@ -200,7 +315,8 @@ REFUSALS: tuple[Refusal, ...] = (
             _has(r, "select", "max_variance")
             and not 2 <= int(str(_number(r, "select", "max_variance", "keep") or 0)) <= f.group_size
         ),
-        sentence="select.max_variance.keep must be at least 2 and at most group_size ({run.group_size}).",
+        sentence="select.max_variance.keep must be at least 2 and at most group_size ({run.group_size}): change one "
+        "of them.",
     ),
     Refusal(
         name="dynamic_sampling_cap",
@@ -287,7 +403,7 @@ REFUSALS: tuple[Refusal, ...] = (
         name="on_policy_stale",
         when=lambda r, f: _ratio_level(r) == "on_policy" and f.max_lag > 0,
         sentence="Recipe '{recipe.name}' has no importance ratio, and the run admits evidence {run.max_lag} "
-        "versions old.",
+        "versions old: set rollout.max_lag = 0, or ratio = token with a surrogate that uses it.",
     ),
     Refusal(
         name="idle_ratio",
@@ -320,11 +436,49 @@ REFUSALS: tuple[Refusal, ...] = (
         sentence="{detail} is no scope: use trained, graded, positive or all_fail.",
     ),
     Refusal(
-        name="unit_interval",
-        when=lambda r, _: _outside(
-            r, ("gamma", "lambda_policy", "lambda_critic", "decay", "student", "share"), 0.0, 1.0
+        name="ranges",
+        when=lambda r, _: "; ".join(_out_of_range(r)),
+        sentence="Numbers out of range, to be changed: {detail}.",
+    ),
+    Refusal(
+        name="intervals",
+        when=lambda r, _: "; ".join(_upside_down(r)),
+        sentence="An interval without an inside, to be changed: {detail}.",
+    ),
+    Refusal(
+        name="levels",
+        when=lambda r, _: ", ".join(_levels(r)),
+        sentence="level of {detail} is none: use " + ", ".join(LEVELS) + ".",
+    ),
+    Refusal(
+        name="correction_product_length",
+        when=lambda r, f: (
+            any(level == "sequence_product" for _, level in _all(r, "level"))
+            and (f.max_tokens is None or f.max_tokens > 512)
         ),
-        sentence="gamma, lambda, decay, student and share lie between 0 and 1.",
+        sentence="A correction at level sequence_product vanishes or explodes on long trajectories: use "
+        "token or sequence_geomean.",
+    ),
+    Refusal(
+        name="shared_critic",
+        when=lambda r, f: (
+            r.value is not None and f.shared_critic and (r.critic_steps > 1 or r.critic_freezes_attention)
+        ),
+        sentence="Recipe '{recipe.name}' takes {recipe.critic_steps} critic steps per policy step or "
+        "freezes the critic's attention, and a shared critic moves with the policy: set train.critic to "
+        '"separate".',
+    ),
+    Refusal(
+        name="critic_warmup",
+        when=lambda r, f: r.value is not None and f.shared_critic and f.critic_warmup > 0,
+        sentence="train.critic_warmup_updates trains a critic before the policy, and a shared one moves with it: "
+        'set it to 0, or train.critic to "separate".',
+    ),
+    Refusal(
+        name="compared_rewards",
+        when=lambda r, f: _has(r, "reward", *COMPARED_REWARDS) and f.group_size < 2,
+        sentence="The reward compares members of a group, and group_size is {run.group_size}: set it to 2 or "
+        "more.",
     ),
     Refusal(
         name="clip_range",

@@ -15,6 +15,7 @@ import torch
 
 from agentrl.algo.axes import table
 from agentrl.algo.columns import Layout, segment_mean, segment_sum
+from agentrl.errors import EvidenceError
 
 SIMPLEX_SAMPLES = 4096
 """Weight vectors drawn for a set reward of more than two dimensions; the generator is seeded, so runs
@@ -126,6 +127,11 @@ def weighted_components(
     keep_outcome: bool = True,
 ) -> torch.Tensor:
     """`R + sum_k w_k c_k`: calibrated weighted sum of several rewards (QwQ, Kimi k1.5)."""
+    if components_SK.shape[1] != len(weights):
+        raise EvidenceError(
+            f"{len(weights)} weights for {components_SK.shape[1]} components of the reward.",
+            fix="Set reward.weighted_components.weights, one per component in the order of their names.",
+        )
     extra_S = components_SK.to(outcome_S.dtype) @ torch.tensor(weights, dtype=outcome_S.dtype)
     base_S = (
         outcome_S

@@ -101,11 +101,15 @@ def forward_kl(
 
 
 def divergence(
-    live_teacher_divergence_N: torch.Tensor, *, coefficient: float = 1.0, on: str = "trained"
+    live_teacher_divergence_N: torch.Tensor,
+    *,
+    coefficient: float = 1.0,
+    on: str = "trained",
+    kind: str = "reverse",
 ) -> Penalty:
-    """Full-vocabulary divergence from the teacher with gradient (reverse or forward KL, JSD), see
-    `distributions.py`."""
-    del coefficient, on
+    """`D(pi, pi_T)` over the whole vocabulary with gradient: `kind` is reverse `KL(pi || pi_T)`, forward
+    `KL(pi_T || pi)` or jsd (`distributions.divergence`). The learner computes it."""
+    del coefficient, on, kind
     return Penalty(loss_N=live_teacher_divergence_N, value_N=live_teacher_divergence_N.detach())
 
 

@@ -103,8 +103,10 @@ def load(root: Path, learner: Learner) -> Resumed | None:
             manifest = json.loads((folder / MANIFEST).read_text())
             if _sha256(folder / STATE) != manifest["sha256"]:
                 raise ValueError("its state does not have the recorded hash")
+            if missing := {"step", "updates", "cursor", "published"} - set(manifest):
+                raise ValueError(f"its manifest lacks {', '.join(sorted(missing))}")
             state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             notices.append(f"Checkpoint {folder.name} is damaged ({error}); using the one before.")
             continue
         for notice in notices:

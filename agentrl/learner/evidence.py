@@ -1,7 +1,9 @@
 """Groups of trajectories to the columns of evidence that `agentrl.algo` works on, with the staleness bound.
 
 Every trajectory of the step becomes an entry. Ungraded ones (a fault, a cancellation) have no action tokens
-and a NaN reward: they are counted and never enter statistics or a loss. A graded trajectory whose tokens are
+and a NaN reward: they are counted and never enter statistics or a loss. So are those in which the policy was
+never asked (an agent that gave up first, a task that does not fit the context): what they earned is nobody's
+doing. A graded trajectory whose tokens are
 all too old stays in the statistics of its group (its reward is a fact) and out of the gradient.
 
 Where the recipe has turn rewards, what single steps earned leaves the outcome and stands on the last token of
@@ -76,7 +78,7 @@ class Batch:
 
     trajectories: tuple[Trajectory, ...]
     rows: tuple[Rows | None, ...]
-    """None: ungraded, nothing to compute."""
+    """None: ungraded or without a call, nothing to compute."""
     columns: Columns
     facts: Mapping[str, float]
 
@@ -106,9 +108,9 @@ def gather(
             `reward_S` is the whole reward.
 
     Raises:
-        EvidenceError: a trajectory twice, a token from the future, a graded trajectory of which no token is
-            trainable for a reason other than its age, a rewarded step that is in no turn, or whatever
-            `samples.build` refuses.
+        EvidenceError: a trajectory twice, a token from the future, a graded trajectory whose calls are all of
+            a kind that can not be trained (see `samples.REASONS`), a rewarded step that is in no turn, or
+            whatever `samples.build` refuses.
     """
     trajectories = tuple(t for group in groups for t in group.trajectories)
     if not trajectories:
@@ -118,11 +120,18 @@ def gather(
         raise EvidenceError(f"Trajectory {twice[0]} is in the step twice.", fix="Train each one once.")
     number: dict[str, int] = {}
     group_S = [number.setdefault(t.group_id, len(number)) for t in trajectories]
-    rows = tuple(build(t, vocab_size=vocab_size) if t.reward is not None else None for t in trajectories)
+    counts_S = [t.reward is not None and bool(t.calls) for t in trajectories]
+    rows = tuple(
+        build(t, vocab_size=vocab_size) if counts else None
+        for t, counts in zip(trajectories, counts_S, strict=True)
+    )
     facts: Counter[str] = Counter()
-    for one in rows:
+    unasked = sum(t.reward is not None and not t.calls for t in trajectories)
+    if unasked:
+        facts["trajectories/without_calls"] = unasked
+    for one, trajectory in zip(rows, trajectories, strict=True):
         if one is not None:
-            _refuse_untrainable(one)
+            _refuse_untrainable(one, trajectory)
             facts.update({f"tokens/invalid_{reason}": n for reason, n in one.invalid.items()})
     known = [one for one in rows if one is not None]
     layout = Layout.of(
@@ -141,13 +150,19 @@ def gather(
         facts.update(_admission(layout, valid_N, fresh_N))
         valid_N = valid_N & fresh_N
     reward_S = torch.tensor(
-        [np.nan if t.reward is None else t.reward for t in trajectories], dtype=torch.float64
+        [
+            t.reward if counts and t.reward is not None else np.nan
+            for t, counts in zip(trajectories, counts_S, strict=True)
+        ],
+        dtype=torch.float64,
     )
     turn_reward_N = None
     if turn_rewards:
         turn_reward_N = _turn_rewards(trajectories, rows, layout)
         reward_S = reward_S - segment_sum(turn_reward_N, layout)
-        rewarded = sum(bool(t.verdict.step_rewards) for t in trajectories if t.reward is not None)
+        rewarded = sum(
+            bool(t.verdict.step_rewards) for t, counts in zip(trajectories, counts_S, strict=True) if counts
+        )
         facts["turn_reward/trajectories"] = rewarded
     columns = Columns(
         layout=layout,
@@ -173,8 +188,13 @@ def _cat(rows: Sequence[Rows], name: str) -> np.ndarray:
     return np.concatenate([getattr(one, name) for one in rows]) if rows else np.zeros(0, dtype=np.int64)
 
 
-def _refuse_untrainable(rows: Rows) -> None:
-    if not rows.valid_N.any():
+def _refuse_untrainable(rows: Rows, trajectory: Trajectory) -> None:
+    """Evidence of a kind that never trains is a mistake of the run. Single tokens that an engine got wrong
+    (no log-prob, no such id) only leave the loss, also where they are all of a trajectory."""
+    spoiled = set(rows.invalid) <= {"phantom_token", "no_log_prob"} and all(
+        call.generation_log_probs is not None for call in trajectory.calls
+    )
+    if not rows.valid_N.any() and not spoiled:
         why = ", ".join(f"{reason} ({n} tokens)" for reason, n in rows.invalid.items())
         raise EvidenceError(
             f"Trajectory {rows.trajectory_id} is graded but no token of it can enter a policy loss: {why}.",

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from agentrl.algo.axes import apply, numbers_of, resolve
 from agentrl.algo.columns import segment_sum
 from agentrl.algo.critic_losses import VALUE
 from agentrl.algo.diagnostics import calibration, critic_report
+from agentrl.algo.distributions import Divergence
 from agentrl.algo.metrics import Metrics, finish_metrics, merge
 from agentrl.algo.objective import Columns, Prepared, loss, prepare
 from agentrl.algo.penalties import adapt_beta
@@ -55,6 +56,11 @@ from agentrl.learner.profile import profile
 from agentrl.learner.report import Clock, Gaps, StepReport, group_facts, of_one_step
 from agentrl.learner.samples import Rows, build
 from agentrl.types import Group, Trajectory
+
+OWN_KL = "penalty/kl_old"
+ROUNDING_KL = 1e-8
+"""A KL to the policy that sampled below this was measured before anything moved: it says nothing about a
+coefficient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,8 @@ class LearnerConfig:
     critic_learning_rate: float | None = None
     """None: the policy's."""
     adaptive: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Component name to (low, high): its coefficient doubles above and halves below, after every update."""
+    """Component name to (low, high): its coefficient doubles above and halves below, after every update. Over
+    those of the recipe (`target` of a penalty)."""
     shard: bool = False
     """Shard weights, gradients and moments over ranks (FSDP2) instead of replicating them."""
     seed: int = 0
@@ -178,6 +185,11 @@ class Learner:
         self.model_rows = head_weight(model).shape[0]
         self.reference = None if reference is None else _frozen(reference, compute)
         self.teacher = None if teacher is None else _frozen(teacher, compute)
+        self._kind = _divergence_kind(recipe)
+        whole = {"ref_kl_N", "teacher_divergence_N"} & recipe.live
+        for word, other in (("reference", self.reference), ("teacher", self.teacher)):
+            if other is not None:
+                _check_rows(word, other, rows=self.model_rows, ids=vocab_size, equal=bool(whole))
         self.critic, self.value_head = _values(self.policy, recipe, self.config)
         modules = [self.policy, *([] if self.critic is None else [self.critic])]
         if self.config.shard:
@@ -247,6 +259,10 @@ class Learner:
         parallel.require_same("the step's trajectories", "\n".join(t.id for t in batch.trajectories))
         self._refuse_large_ids(batch.rows)
         if extra:
+            known = {f.name for f in fields(Columns)}
+            for name in extra:
+                if name not in known:
+                    raise ConfigError(f"There is no column '{name}'.", fix=nearest(name, known))
             batch = replace(batch, columns=replace(batch.columns, **extra))  # type: ignore[arg-type]
         clock.lap("data")
         columns = passes.fill(batch, self._passes(batch.columns), self.config.packing, self.device)
@@ -262,6 +278,12 @@ class Learner:
                     self._mini_batch(batch, columns, prepared, members, compute, work, train_policy)
         self.updates += 1
         return self._report(prepared, facts, work)
+
+    def skip(self, why: str) -> StepReport:
+        """Count an update that trains nothing, as when nothing worth training on could be sampled."""
+        self.updates += 1
+        metrics = {"optimizer/step": float(self.optimizer_step), "optimizer/refused": 0.0}
+        return StepReport(step=self.optimizer_step, taken=0, refused=(), nothing=why, metrics=metrics)
 
     def _mini_batches(self, prepared: Prepared, epoch: int) -> Iterator[list[int]]:
         """Trajectories of each optimizer step: whole groups where there are enough, shuffled by the seed."""
@@ -452,6 +474,7 @@ class Learner:
                     head_weight(self.policy.model),
                     theirs,
                     head_weight(policy.model),
+                    kind=self._kind if name == "teacher_divergence_N" else "reverse",
                     temperature_N=micro.temperature_M,
                 )
         return live
@@ -558,11 +581,11 @@ class Learner:
     def _adapt(self, prepared: Prepared, metrics: Mapping[str, float]) -> dict[str, float]:
         """Move the coefficients of adaptive components after what was measured."""
         known = {c.name: c.coefficient for c in prepared.components}
-        for name, (low, high) in self.config.adaptive.items():
+        for name, (low, high) in {**self.recipe.bands, **self.config.adaptive}.items():
             if name not in known:
                 raise ConfigError(f"adaptive names no component '{name}'.", fix=nearest(name, known))
             now = self.coefficients.get(name, known[name])
-            if name in metrics:
+            if name in metrics and not (name == OWN_KL and metrics[name] < ROUNDING_KL):
                 now = adapt_beta(now, metrics[name], low=low, high=high)
             self.coefficients[name] = now
         return {f"coefficient/{name}": value for name, value in self.coefficients.items()}
@@ -586,7 +609,8 @@ class Learner:
         `optimizer_step` does not count these steps.
 
         Args:
-            trajectories: graded or not: choosing the good ones is the caller's. Log-probs are not needed.
+            trajectories: graded or not: choosing the good ones is the caller's. Log-probs are not needed. One
+                that ended before its first call has nothing to imitate and is left out.
             epochs: passes over all of them.
             mini_batch: trajectories per optimizer step.
             learning_rate: default the config's.
@@ -597,7 +621,7 @@ class Learner:
         Returns:
             mean cross-entropy per token before each optimizer step, nats.
         """
-        rows = [build(t, vocab_size=self.vocab_size) for t in trajectories]
+        rows = [build(t, vocab_size=self.vocab_size) for t in trajectories if t.calls]
         self._refuse_large_ids(rows)
         rate = self.config.learning_rate if learning_rate is None else learning_rate
         return imitation.imitate(
@@ -641,6 +665,18 @@ def _values(policy: Policy, recipe: Recipe, config: LearnerConfig) -> tuple[Crit
     return critic, None
 
 
+def _divergence_kind(recipe: Recipe) -> Divergence:
+    """Of the divergence from the teacher."""
+    kinds = {c.numbers.get("kind", "reverse") for c in recipe.teacher if c.operator == "divergence"}
+    kind = kinds.pop() if kinds else "reverse"
+    if kind not in get_args(Divergence):
+        raise ConfigError(
+            f"teacher.divergence.kind = '{kind}' is no divergence.",
+            fix=nearest(str(kind), get_args(Divergence)),
+        )
+    return cast(Divergence, kind)
+
+
 def _frozen(model: Any, compute: torch.dtype | None) -> Policy:
     model.requires_grad_(False)
     model.eval()
@@ -657,6 +693,17 @@ def _require_models(recipe: Recipe, *, reference: bool, teacher: bool) -> None:
                 f"Recipe '{recipe.name}' needs a {word} model.",
                 fix=f"Give Learner(..., {word}=model), or take the {word} term out of the recipe.",
             )
+
+
+def _check_rows(word: str, other: Policy, *, rows: int, ids: int | None, equal: bool) -> None:
+    """Refuse a frozen model that can not speak of every token of the policy."""
+    theirs = head_weight(other.model).shape[0]
+    if theirs < (ids or rows) or (equal and theirs != rows):
+        raise ConfigError(
+            f"The {word} has {theirs} output rows, the policy {rows}.",
+            fix=f"Give a {word} with the policy's tokenizer"
+            + (" and as many rows: whole distributions are compared." if equal else "."),
+        )
 
 
 def _only(prepared: Prepared, wanted: Callable[[str], bool]) -> Prepared:

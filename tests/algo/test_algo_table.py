@@ -10,9 +10,10 @@ import torch
 from algo_evidence import NUMBERS, recipe_of
 
 from agentrl.algo import diagnostics
+from agentrl.algo.advantages import GROUP_RELATIVE
 from agentrl.algo.columns import Layout
 from agentrl.algo.recipes import AXES, LIVE, OPTIONAL_COLUMNS, RECIPES, compose, get
-from agentrl.algo.refusals import REFUSALS, RunFacts, check, problems
+from agentrl.algo.refusals import COMPARED_REWARDS, REFUSALS, RunFacts, check, problems
 from agentrl.errors import ConfigError
 
 pytestmark = pytest.mark.algorithms
@@ -159,7 +160,19 @@ REFUSED = {
     "idle_correction": (recipe_of("grpo", correction="truncated"), GOOD),
     "local_statistics": (recipe_of("reinforce++"), facts(whole_batch_on_every_rank=False)),
     "scope": (recipe_of("vapo", **{"imitation": {"nll": {"on": "winners"}}}), GOOD),
-    "unit_interval": (recipe_of("ppo", **{"advantage.gamma": 1.2}), GOOD),
+    "ranges": (recipe_of("ppo", **{"advantage.gamma": 1.2}), GOOD),
+    "intervals": (
+        recipe_of("grpo-decoupled", correction={"operator": "masked", "low": 2.0, "high": 1.0}),
+        GOOD,
+    ),
+    "levels": (recipe_of("grpo-decoupled", **{"correction.level": "sequence"}), GOOD),
+    "correction_product_length": (
+        recipe_of("grpo-decoupled", **{"correction.level": "sequence_product"}),
+        GOOD,
+    ),
+    "shared_critic": (recipe_of("sao"), facts(group_size=1, shared_critic=True)),
+    "critic_warmup": (recipe_of("ppo"), facts(critic_warmup=2, shared_critic=True)),
+    "compared_rewards": (recipe_of("kimi-length", advantage="constant_baseline"), facts(group_size=1)),
     "clip_range": (recipe_of("grpo", **{"surrogate.low": 1.5}), GOOD),
     "dual_clip": (recipe_of("grpo", **{"surrogate.dual": 0.5}), GOOD),
     "nothing_to_minimise": (recipe_of("opd", teacher="none"), GOOD),
@@ -183,6 +196,142 @@ def test_a_meaningless_combination_is_refused_in_one_clear_sentence(name):
         check(recipe, run)
     assert sentence in str(caught.value)
     assert "{" not in sentence
+
+
+WORTHLESS = [
+    ("sapo", "surrogate.tau_positive", 0.0),
+    ("grpo", "advantage.ddof", 2),
+    ("grpo", "advantage.epsilon", -1e-6),
+    ("grpo", "penalty.kl_k3.coefficient", -0.1),
+    ("grpo", "penalty.kl_k3.target", 0.0),
+    ("dr-grpo", "reduction.max_length", 0),
+    ("cppo", "prune.prune_small_advantage.keep", 0.0),
+    ("cppo", "prune.prune_small_advantage.keep", 1.5),
+    ("lopti", "token_weight.probability_weight.alpha", 2.0),
+    ("highent", "token_weight.forking_tokens.share", 1.1),
+    ("vapo", "advantage.alpha", 0.0),
+    ("vapo", "critic_steps", 0),
+    ("vapo", "value_coefficient", -1.0),
+    ("ppo", "value.clip", 0.0),
+    ("actor-critic", "advantage.n", 0),
+    ("grpo-decoupled", "correction.cap", 0.0),
+    ("drpo", "advantage.temperature", 0.0),
+    ("grpo-lambda", "advantage.decay", 1.01),
+    ("rlad", "ratio.student", -0.1),
+    ("luffy", "surrogate.shape", 0.0),
+    ("dcpo", "surrogate.cap", 0.5),
+    ("s-grpo", "reward.exit_decay.base", 0.0),
+    ("risk-po", "advantage.low", 0.0),
+    ("grpo", "max_lag", -1),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), WORTHLESS)
+def test_a_number_that_means_nothing_is_refused_by_name(name, key, value):
+    recipe = recipe_of(name, **{key: value})
+    (found,) = problems(recipe, facts(group_size=recipe.group_size or 8))
+    assert key.rsplit(".", 1)[-1] in found
+    assert f"{value:g}" in found
+    check(recipe_of(name), facts(group_size=recipe.group_size or 8))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("surrogate.low", "wide", "is not float"),
+        ("surrogate.low", True, "is not float"),
+        ("surrogate.dual", [1.0], "is not float or None"),
+        ("advantage.ddof", 0.5, "is not int"),
+        ("advantage.epsilon", float("nan"), "finite"),
+        ("penalty.kl_k3.coefficient", float("inf"), "finite"),
+        ("value_coefficient", float("nan"), "wrong type"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_when_the_recipe_is_composed(key, value, said):
+    with pytest.raises(ConfigError, match=said):
+        compose({"recipe": "grpo", key: value})
+
+
+INCOMPATIBLE = {
+    "a group of one": (
+        {},
+        {"group_size": 1},
+        lambda r: (
+            r.group_size != 1
+            and (
+                (r.advantage.operator in GROUP_RELATIVE and r.has_advantage)
+                or any(c.operator in ("mixed_groups", "max_variance") for c in r.select)
+                or any(c.operator in COMPARED_REWARDS for c in r.reward)
+            )
+        ),
+    ),
+    "no reference": ({}, {"has_reference": False}, lambda r: r.needs_reference),
+    "no teacher": ({}, {"has_teacher": False}, lambda r: r.needs_teacher),
+    "no critic": (
+        {},
+        {"has_critic": False, "columns": OPTIONAL_COLUMNS - {"values_N"}},
+        lambda r: r.value is not None or "values_N" in r.columns,
+    ),
+    "no columns": ({}, {"columns": frozenset()}, lambda r: bool(r.columns - FOLLOW)),
+    "greedy rollouts": ({}, {"temperature": 0.0}, lambda r: r.surrogate is not None),
+    "top_p": ({}, {"top_p": 0.9}, lambda r: r.surrogate is not None),
+    "stale evidence": (
+        {},
+        {"max_lag": 2},
+        lambda r: r.surrogate is not None and r.ratio.operator == "on_policy",
+    ),
+    "several updates": (
+        {},
+        {"updates_per_batch": 4},
+        lambda r: r.surrogate is not None and r.ratio.operator == "on_policy",
+    ),
+    "both KL placements": (
+        {"token_reward": ["kl_in_reward"], "penalty": ["kl_k3"]},
+        {},
+        lambda r: True,
+    ),
+    "k1 in the loss": ({"penalty": ["kl_k1"]}, {}, lambda r: True),
+    "a sequence ratio over GAE": (
+        {
+            "ratio": "sequence_geomean",
+            "surrogate": "ppo_clip",
+            "advantage": "gae_tokens",
+            "value": "value_mse",
+        },
+        {},
+        lambda r: True,
+    ),
+    "GAE without a critic": (
+        {"advantage": "gae_tokens", "value": "none", "ratio": "token", "surrogate": "ppo_clip"},
+        {},
+        lambda r: True,
+    ),
+    "a critic without targets": (
+        {"advantage": "group_centred", "value": "value_mse", "ratio": "token", "surrogate": "ppo_clip"},
+        {},
+        lambda r: True,
+    ),
+    "an idle correction": (
+        {"old": "behaviour", "correction": "truncated", "ratio": "token", "surrogate": "ppo_clip"},
+        {},
+        lambda r: True,
+    ),
+    "a warm-up of a shared critic": (
+        {},
+        {"critic_warmup": 3, "shared_critic": True},
+        lambda r: r.value is not None,
+    ),
+}
+FOLLOW = {"values_N", "bootstrap_S", "ref_logp_N", "teacher_logp_N", "logb_N", "prox_logp_N", "lag_N"}
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_refuses_exactly_the_options_that_it_can_not_have(name):
+    for what, (overrides, changes, refused) in INCOMPATIBLE.items():
+        recipe = recipe_of(name, **overrides)
+        found = problems(recipe, facts(**{"group_size": recipe.group_size or 8, **changes}))
+        assert bool(found) == bool(refused(recipe)), f"{what}: {found}"
+        assert all(":" in sentence or "use" in sentence.lower() for sentence in found), "it names the fix"
 
 
 def test_all_problems_are_reported_at_once():

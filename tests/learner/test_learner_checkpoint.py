@@ -104,7 +104,10 @@ def test_without_a_checkpoint_nothing_is_resumed(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "none", learner()) is None
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "no state", "no manifest", "bad manifest"])
+@pytest.mark.parametrize(
+    "damage",
+    ["flipped", "cut", "no state", "no manifest", "bad manifest", "null manifest", "half a manifest"],
+)
 def test_a_damaged_checkpoint_is_skipped_for_the_last_good_one_and_says_so(
     tmp_path: Path, damage: str
 ) -> None:
@@ -127,6 +130,10 @@ def test_a_damaged_checkpoint_is_skipped_for_the_last_good_one_and_says_so(
             manifest.unlink()
         case "bad manifest":
             manifest.write_text("{")
+        case "null manifest":
+            manifest.write_text("null")
+        case "half a manifest":
+            manifest.write_text(json.dumps({"sha256": json.loads(manifest.read_text())["sha256"]}))
     found = checkpoint.load(tmp_path, learner(recipes.get("cispo"), replace(CONFIG, adaptive={})))
     assert found is not None
     assert found.cursor == 1

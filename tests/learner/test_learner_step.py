@@ -12,7 +12,7 @@ import learner_given as given
 import pytest
 import torch
 
-from agentrl.algo import recipes
+from agentrl.algo import distributions, recipes
 from agentrl.algo.axes import choose
 from agentrl.errors import ConfigError, EvidenceError
 from agentrl.learner.batch import Packing, pack
@@ -273,6 +273,13 @@ def test_lags_are_measured_when_the_step_is_made() -> None:
     assert (lag.submit, lag.oldest, lag.newest, lag.queued) == (3, 3, 2, 2)
 
 
+def test_a_column_that_does_not_exist_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'greedy_reward_S'"):
+        Learner(given.model(), CISPO, PLAIN).update(
+            some_groups(), version=0, extra={"greedy_rewards_S": torch.zeros(12)}
+        )
+
+
 def test_a_token_from_the_future_is_an_error() -> None:
     group = given.group([given.trajectory([given.call("a", [1], [2], versions=[7])])])
     with pytest.raises(EvidenceError, match="version 7, the learner is at 6"):
@@ -289,6 +296,45 @@ def test_a_graded_trajectory_that_can_not_be_trained_is_an_error() -> None:
     demo = given.trajectory([given.call("a", [1], [2], log_probs=None, kind=None, versions=[])])
     with pytest.raises(EvidenceError, match=r"no_log_prob \(1 tokens\)"):
         gather([given.group([demo])], version=0)
+
+
+def test_an_attempt_without_a_call_is_counted_and_changes_no_number() -> None:
+    """An agent that gave up before it asked, or a task that does not fit: graded, and nobody's doing."""
+    groups = some_groups()
+    unasked = [
+        replace(given.trajectory([], id=f"x{k}", group=f"g{k}", reward=float(k % 2)), index=9)
+        for k in range(3)
+    ]
+    wider = [given.group([*g.trajectories, one]) for g, one in zip(groups, unasked, strict=True)]
+    assert torch.equal(gradient(wider), gradient(groups))
+    report = Learner(given.model(), GRPO, PLAIN).update(wider, version=0)
+    assert report.metrics["trajectories/without_calls"] == 3
+    assert report.metrics["trajectories/ungraded"] == 3
+    alone = Learner(given.model(), GRPO, PLAIN).update([given.group(unasked[:1])], version=0)
+    assert (alone.taken, alone.refused) == (0, ())
+    assert alone.nothing is not None
+
+
+@pytest.mark.parametrize("ids", [[3, 4], [given.VOCAB + 1, 4]])
+def test_a_trajectory_whose_tokens_an_engine_all_got_wrong_only_feeds_its_groups_baseline(
+    ids: list[int],
+) -> None:
+    """LGP-06, LGP-11: -inf at every token, or an id that the tokenizer does not have; the others train."""
+    known = None if ids[0] < given.VOCAB else -1.0
+    spoiled = given.trajectory([given.call("a", [1, 2], ids, log_probs=[known] * 2)], id="a", reward=0.0)
+    good = given.trajectory([given.call("b", [1, 2], [5, 6])], id="b", reward=1.0)
+    made = Learner(
+        given.model(), replace(CISPO, advantage=choose("group_centred")), PLAIN, vocab_size=given.VOCAB
+    )
+    if ids[0] > given.VOCAB:
+        made.model_rows = given.VOCAB + 2  # a padded head: the engine can sample what the tokenizer lacks
+    batch = gather([given.group([spoiled, good])], version=0, vocab_size=given.VOCAB)
+    assert batch.columns.valid_N is not None
+    assert batch.columns.valid_N.tolist() == [False, False, True, True]
+    report = made.update([given.group([spoiled, good])], version=0)
+    assert (report.taken, report.metrics["tokens/kept"]) == (1, 2)
+    assert report.metrics["trajectories/all_tokens_excluded"] == 1
+    assert report.metrics["advantage/mean"] == 0.5, "its zero is in the mean of the group"
 
 
 def test_unknown_log_probs_stay_out_of_the_loss() -> None:
@@ -365,6 +411,89 @@ def test_an_id_the_model_can_not_embed_is_refused() -> None:
     group = given.group([given.trajectory([given.call("a", [1], [given.VOCAB])])])
     with pytest.raises(EvidenceError, match="no embedding"):
         Learner(given.model(), CISPO).update([group], version=0)
+
+
+def test_a_frozen_model_that_can_not_speak_of_every_token_is_refused_at_the_start() -> None:
+    small = given.model()
+    small.resize_token_embeddings(given.VOCAB - 8)
+    with pytest.raises(ConfigError, match=r"teacher has 32 output rows, the policy 40"):
+        Learner(given.model(), recipes.get("opd"), PLAIN, teacher=small)
+    large = given.model()
+    large.resize_token_embeddings(given.VOCAB + 8)
+    Learner(given.model(), recipes.get("opd"), PLAIN, teacher=large)
+    with pytest.raises(ConfigError, match="whole distributions"):
+        Learner(given.model(), recipes.get("opd-full"), PLAIN, teacher=large)
+    with pytest.raises(ConfigError, match="reference has 32"):
+        Learner(given.model(), recipes.get("grpo"), PLAIN, reference=small)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
+def test_the_divergence_from_a_teacher_is_of_the_kind_that_the_recipe_says(kind: str) -> None:
+    recipe = recipes.compose({"recipe": "opd-full", "teacher.divergence.kind": kind})
+    model, teacher = given.model(dtype=torch.float64), given.model(seed=3, dtype=torch.float64)
+    one = given.trajectory([given.call("a", [1, 2, 3], [4, 5, 6])])
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    with torch.no_grad():
+        ours, theirs = (m(input_ids=ids).logits[0, 2:5] for m in (model, teacher))
+    expected = distributions.divergence(ours, theirs, kind=kind).mean()  # type: ignore[arg-type]
+    report = Learner(model, recipe, PLAIN, teacher=teacher).update([given.group([one])], version=0)
+    assert report.metrics["teacher/divergence"] == pytest.approx(float(expected), rel=1e-9)
+    hdpo = recipes.get("hdpo").teacher[0]
+    assert hdpo.numbers["kind"] == "jsd", "as its equation says"
+
+
+def test_a_kind_of_divergence_that_is_none_is_refused() -> None:
+    recipe = recipes.compose({"recipe": "hdpo", "teacher.divergence.kind": "jds"})
+    with pytest.raises(ConfigError, match="Did you mean 'jsd'"):
+        Learner(given.model(), recipe, PLAIN, teacher=given.model())
+
+
+def test_a_recipe_that_reads_values_of_others_has_no_critic_of_its_own() -> None:
+    made = Learner(given.model(), recipes.get("spo"), PLAIN)
+    assert (made.critic, made.value_head) == (None, None)
+    with pytest.raises(EvidenceError, match="values_N"):
+        made.update(some_groups(), version=0)
+
+
+def test_the_coefficient_of_ppo_penalty_moves_by_itself() -> None:
+    """arXiv:1707.06347 §4: halved below target / 1.5, doubled above 1.5 target, unmoved while nothing is."""
+    recipe = recipes.get("ppo-penalty")
+    assert recipe.bands == {"penalty/kl_old": (pytest.approx(0.01 / 1.5), pytest.approx(0.015))}
+    groups = given_by_the_policy()
+    still = Learner(given.model(), recipe, replace(PLAIN, learning_rate=0.0))
+    assert still.update(groups, version=0).metrics["coefficient/penalty/kl_old"] == 1.0
+    far = Learner(given.model(), recipe, LearnerConfig(learning_rate=0.05, max_mismatch=None, epochs=3))
+    report = far.update(groups, version=0)
+    assert report.metrics["penalty/kl_old"] > 0.015
+    assert far.coefficients == {"penalty/kl_old": 2.0}
+    near = Learner(given.model(), recipe, LearnerConfig(learning_rate=1e-5, max_mismatch=None, epochs=3))
+    assert 1e-8 < near.update(groups, version=0).metrics["penalty/kl_old"] < 0.01 / 1.5
+    assert near.coefficients == {"penalty/kl_old": 0.5}
+
+
+def given_by_the_policy() -> list[Group]:
+    """Groups whose recorded log-probs are those of the policy itself."""
+    policy = Policy(given.model())
+    made = []
+    for group in some_groups():
+        members = []
+        for one in group.trajectories:
+            (micro,) = pack([build(one)], Packing(token_budget=10_000))
+            known = log_probs(policy, micro).tolist()
+            calls = []
+            for call in one.calls:
+                n = len(call.generation_token_ids)
+                calls.append(replace(call, generation_log_probs=tuple(known[:n])))
+                known = known[n:]
+            members.append(replace(one, calls=tuple(calls)))
+        made.append(given.group(members))
+    return made
+
+
+def test_an_update_that_is_skipped_is_counted_and_moves_nothing() -> None:
+    made = Learner(given.model(), CISPO, PLAIN)
+    report = made.skip("nothing there")
+    assert (report.nothing, report.taken, made.updates, made.optimizer_step) == ("nothing there", 0, 1, 0)
 
 
 def test_a_recipe_that_needs_a_model_is_refused_without_it() -> None:
@@ -502,6 +631,12 @@ def test_imitation_learns_demonstrations_without_log_probs_and_reports_progress(
     assert seen[-1].step == seen[-1].steps == 30
     assert learner.optimizer_step == 0
     assert not learner.optimizer.state, "the moments of imitation are its own"
+
+
+def test_a_demonstration_that_ended_before_its_first_call_is_left_out() -> None:
+    some = [given.chain(random.Random(1), id="a"), given.trajectory([], id="b", reward=None)]
+    losses = Learner(given.model(), CISPO, PLAIN).imitate(some)
+    assert losses == Learner(given.model(), CISPO, PLAIN).imitate(some[:1])
 
 
 def test_imitation_leaves_calls_with_phantom_ids_out() -> None:
