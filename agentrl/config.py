@@ -181,7 +181,8 @@ class TrainSection(_Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     critic_learning_rate: Annotated[float, Field(gt=0)] | None = None
     critic_warmup_updates: NonNegative = 0
-    """Updates that train only the critic before the policy moves (value pre-training)."""
+    """Updates that train only the critic before the policy moves (value pre-training); a recipe without one
+    has none."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     warmup_steps: NonNegative = 0
@@ -200,6 +201,14 @@ class TrainSection(_Section):
     memory."""
     critic: Literal["separate", "shared"] = "separate"
     """A model of its own, or a head on the policy's; only for recipes that need values."""
+
+
+class TeacherSection(_Section):
+    """A frozen model that a recipe learns from, besides the reward."""
+
+    source: str = ""
+    """Folder or hub id of a Hugging Face causal LM with the policy's tokenizer, for recipes with a teacher
+    (`opd`, `kdrl`, `hdpo` …). It scores what the policy sampled; it never acts."""
 
 
 class EvalSection(_Section):
@@ -236,6 +245,7 @@ class RunConfig(_Section):
     coldstart: ColdstartSection = ColdstartSection()
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
+    teacher: TeacherSection = TeacherSection()
     eval: EvalSection = EvalSection()
     keep: KeepSection = KeepSection()
 

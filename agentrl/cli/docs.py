@@ -82,8 +82,21 @@ def _key_table() -> str:
 
 
 def _recipe_table() -> str:
-    rows = [(_code(name), paper, arxiv, needs) for name, paper, arxiv, needs in recipe_table()]
-    return _table(("recipe", "from", "arXiv", "needs"), rows)
+    columns = (
+        "recipe",
+        "from",
+        "arXiv",
+        "equation",
+        "choices",
+        "needs",
+        "columns",
+        "differs from the paper in",
+    )
+    rows = [
+        (_code(name), paper, arxiv, _code(equation), *rest)
+        for name, paper, arxiv, equation, *rest in recipe_table()
+    ]
+    return _table(columns, rows)
 
 
 _BLOCKS: Mapping[str, Callable[[], str]] = {

@@ -36,18 +36,8 @@ def recipes(name: str | None, *, as_json: bool) -> None:
             output.emit({"recipes": rows, "methods": methods})
             return
         output.table(
-            ("name", "arXiv", "equation", "choices", "columns", "differs from the paper in"),
-            [
-                (
-                    r["name"],
-                    r["arxiv"] or "–",
-                    r["equation"],
-                    _choices(r),
-                    ", ".join(r["columns"]),
-                    r["differs"],
-                )
-                for r in rows
-            ],
+            ("name", "arXiv", "equation", "choices", "needs", "columns", "differs from the paper in"),
+            [(name, arxiv or "–", *rest) for name, _, arxiv, *rest in recipe_table()],
         )
         output.say()
         output.table(
@@ -76,12 +66,25 @@ def recipes(name: str | None, *, as_json: bool) -> None:
     output.say(f'Use it: train.recipe = "{facts["name"]}", and change a choice under \\[train.overrides].')
 
 
-def recipe_table() -> list[tuple[str, str, str, str]]:
-    """Name, source, arXiv id and needs of every recipe, for generated docs."""
+def recipe_table() -> list[tuple[str, ...]]:
+    """Every recipe as `agentrl recipes` lists it, for generated docs: name, source, arXiv id, equation,
+    choices, needs, columns, difference from the paper."""
     from agentrl.algo.recipes import RECIPES
 
     rows = [_recipe_facts(recipe) for recipe in RECIPES.values()]
-    return [(r["name"], r["paper"], r["arxiv"] or "", ", ".join(r["needs"])) for r in rows]
+    return [
+        (
+            r["name"],
+            r["paper"],
+            r["arxiv"] or "",
+            r["equation"],
+            _choices(r),
+            ", ".join(r["needs"]),
+            ", ".join(r["columns"]),
+            r["differs"],
+        )
+        for r in rows
+    ]
 
 
 def _recipe_facts(recipe: Recipe) -> dict[str, Any]:
@@ -97,13 +100,23 @@ def _recipe_facts(recipe: Recipe) -> dict[str, Any]:
         "arxiv": recipe.arxiv,
         "equation": recipe.equation,
         "differs": recipe.differs,
-        "needs": [need for need in NEEDS if getattr(recipe, f"needs_{need}")],
+        "needs": [*(need for need in NEEDS if getattr(recipe, f"needs_{need}")), *_given_by_hand(recipe)],
         "columns": sorted(recipe.columns),
         "axes": axes,
         "old": recipe.old,
         "max_lag": recipe.max_lag,
         "group_size": recipe.group_size,
     }
+
+
+def _given_by_hand(recipe: Recipe) -> list[str]:
+    """Columns that no run fills by itself."""
+    from agentrl.algo.recipes import RUN_COLUMNS
+
+    made = {*RUN_COLUMNS, "lag_N", "ref_logp_N", "teacher_logp_N"}
+    if recipe.needs_critic:
+        made |= {"values_N", "bootstrap_S"}
+    return sorted(f"{column} (extra=)" for column in recipe.columns - made)
 
 
 def _choices(facts: Mapping[str, Any]) -> str:

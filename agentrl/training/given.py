@@ -189,3 +189,25 @@ def policy(config: RunConfig, made_tokenizer: Any) -> Any:
         context=shape.context,
         seed=config.run.seed,
     )
+
+
+def teacher(config: RunConfig, policys: Any) -> Any:
+    """The frozen teacher of a run.
+
+    Args:
+        policys: the policy's tokenizer; the teacher's must give the same ids the same words.
+
+    Raises:
+        ConfigError: none is named, it can not be loaded, or its tokenizer is another.
+    """
+    source = config.teacher.source
+    if not source:
+        raise ConfigError("The recipe needs a teacher.", fix="Set teacher.source.")
+    mine, theirs = policys.get_vocab(), loaded_tokenizer(source).get_vocab()
+    if mine != theirs:
+        differing = sum(theirs.get(word) != number for word, number in mine.items())
+        raise ConfigError(
+            f"The tokenizer of teacher '{source}' is another: {differing} of {len(mine)} tokens differ.",
+            fix="Give a teacher with the policy's tokenizer: its log-probs are of the policy's ids.",
+        )
+    return models.load(source)

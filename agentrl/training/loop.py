@@ -1,8 +1,10 @@
 """The loop: tasks to trajectories to updates to published versions, in one process.
 
-Synchronous training is the special case `rollout.max_lag = 0` of one rule: group number `n` may start once
-`n < (updates + 1 + max_lag) * groups`, so that nothing is ever sampled more than `max_lag` versions behind
-what it will be trained on. Sampling, sandboxes and the learner share the process; updates run in a thread.
+Synchronous training is the special case `rollout.max_lag = 0` of one rule: of groups that no update has
+taken, at most those of this update and of `max_lag` more are begun, so that nothing is ever sampled more than
+`max_lag` versions behind what it will be trained on. A recipe with dynamic sampling makes an update larger,
+round by round, until enough of its groups have a spread. Sampling, sandboxes and the learner share the
+process; updates run in a thread.
 
 An update becomes real in this order: weights published (a folder, whole or absent), checkpoint (whole or
 absent, with what it consumed), store (one transaction). A process killed anywhere between resumes without
@@ -269,22 +271,18 @@ async def _attempt_heldout(
 
 
 def _facts(config: RunConfig, recipe: recipes.Recipe) -> refusals.RunFacts:
-    columns = frozenset({"logb_N", "lag_N"}) | (recipes.OPTIONAL_COLUMNS - _NOT_SUPPLIED)
     return refusals.RunFacts(
         group_size=config.rollout.group_size,
         has_critic=recipe.needs_critic,
         has_reference=recipe.needs_reference,
-        columns=columns,
+        has_teacher=bool(config.teacher.source),
+        columns=recipes.RUN_COLUMNS,
         temperature=config.rollout.temperature,
         max_lag=config.rollout.max_lag,
         updates_per_batch=config.train.epochs * config.train.mini_batches,
+        shared_critic=config.train.critic == "shared",
+        critic_warmup=config.train.critic_warmup_updates,
     )
-
-
-_NOT_SUPPLIED: frozenset[str] = recipes.OPTIONAL_COLUMNS - frozenset(
-    {"values_N", "bootstrap_S", "ref_logp_N", "logb_N", "prox_logp_N", "lag_N", "length_S", "turn_reward_N"}
-)
-"""Columns that this loop has no source for (teachers, several rewards)."""
 
 
 class _Run:
@@ -429,6 +427,7 @@ class _Run:
             self.recipe,
             replace(settings, schedule=train.schedule, total_steps=settings.optimizer_steps(train.updates)),
             reference=self._reference,
+            teacher=given.teacher(self.config, tokenizer) if self.recipe.needs_teacher else None,
             vocab_size=len(tokenizer),
         )
 
@@ -567,46 +566,70 @@ class _Run:
         tasks: given.Tasks,
     ) -> None:
         config = self.config
+        recipe = learner.recipe
         per_update, total = config.rollout.groups, config.train.updates
         requests = sampling.requests_for(
             place,
             tasks.train,
-            count=total * per_update,
+            count=total * per_update * sampling.most_rounds(recipe),
             size=config.rollout.group_size,
             kind="g",
             seed=config.run.seed,
         )
-        consumed = self.progress.updates * per_update
         ready = self._stored(place)
-        have = {g.id for g in ready} | self._consumed(place)
+        have = sampling.stored_groups(place, "train")
         waiting = [r for r in requests if r.id not in have]
         make = sampling.attempts_by(place, served.sampler, temperature=config.rollout.temperature)
+        greedy = None
+        if "greedy_reward_S" in recipe.columns:
+            greedy = sampling.attempts_by(place, served.sampler, temperature=0.0)
+        compared = sampling.stored_groups(place, sampling.GREEDY)
         limit = asyncio.Semaphore(config.sandbox.concurrency)
         running: set[asyncio.Task[GroupOutcome]] = set()
+
+        async def attempt(request: GroupRequest) -> GroupOutcome:
+            """A group; where the recipe compares with one, after the greedy attempt at its task."""
+            beside = replace(request, id=sampling.greedy_of(request.id), size=1)
+            if greedy is not None and beside.id not in compared:
+                baseline = await groups.run(beside, greedy, limit=limit)
+                await sampling.keep(place, baseline, phase=sampling.GREEDY, step=self.progress.updates)
+            return await groups.run(request, make, limit=limit)
+
         self.listener.begin(
             "train", total=total * per_update * config.rollout.group_size, unit="trajectories"
         )
-        if consumed or ready:
-            self.listener.advance((consumed + len(ready)) * config.rollout.group_size)
+        if have:
+            self.listener.advance(len(have) * config.rollout.group_size)
         curves = Curves(self.folder.tensorboard)
         collecting = time.monotonic()
         try:
             while self.progress.updates < total:
-                ahead = (self.progress.updates + 1 + config.rollout.max_lag) * per_update
-                started = self.progress.updates * per_update + len(ready) + len(running)
-                for request in waiting[: max(0, ahead - started)]:
-                    running.add(asyncio.create_task(groups.run(request, make, limit=limit)))
-                del waiting[: max(0, ahead - started)]
-                while len(ready) < per_update:
-                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for finished in done:
-                        outcome = finished.result()
-                        await sampling.keep(place, outcome, phase="train", step=self.progress.updates)
-                        ready.append(outcome.group)
-                        self.listener.advance(len(outcome.group.trajectories), **_facts_of(outcome.group))
-                batch, ready = ready[:per_update], ready[per_update:]
-                times = {"time/collect_s": time.monotonic() - collecting}
-                values = await self._update(learner, served, tokenizer, batch, times)
+                size, rounds = per_update, 1
+                while True:
+                    room = size + config.rollout.max_lag * per_update - len(ready) - len(running)
+                    for request in waiting[: max(0, room)]:
+                        running.add(asyncio.create_task(attempt(request)))
+                    del waiting[: max(0, room)]
+                    while len(ready) < size:
+                        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                        for finished in done:
+                            outcome = finished.result()
+                            await sampling.keep(place, outcome, phase="train", step=self.progress.updates)
+                            ready.append(outcome.group)
+                            self.listener.advance(len(outcome.group.trajectories), **_facts_of(outcome.group))
+                    do, usable = sampling.next_round(recipe, ready[:size], wanted=per_update, rounds=rounds)
+                    if do != "sample":
+                        break
+                    size, rounds = size + per_update - usable, rounds + 1
+                batch, ready = ready[:size], ready[size:]
+                facts = {
+                    "time/collect_s": time.monotonic() - collecting,
+                    "sampling/rounds": float(rounds),
+                    "sampling/usable_groups": float(usable),
+                }
+                values = await self._update(
+                    place, learner, served, tokenizer, batch, facts, skip=do == "skip"
+                )
                 collecting = time.monotonic()
                 curves.add(self.progress.updates, values)
                 self.listener.metrics(self.progress.updates, values)
@@ -631,27 +654,40 @@ class _Run:
             if (members := tuple(self.store.iter_trajectories(self.run_id, phase="train", group=g)))
         ]
 
-    def _consumed(self, place: Workplace) -> set[str]:
-        return sampling.stored_groups(place, "train")
-
     async def _update(
         self,
+        place: Workplace,
         learner: Learner,
         served: serving.Served,
         tokenizer: Any,
         batch: Sequence[Group],
-        times: dict[str, float],
+        facts: dict[str, float],
+        *,
+        skip: bool,
     ) -> dict[str, float]:
-        """One update, published and recorded; the sampler follows. Returns its metrics."""
+        """One update (`skip`: that trains nothing), published and recorded; the sampler follows. Returns its
+        metrics."""
         progress, config = self.progress, self.config
         parent = progress.version
         assert parent is not None
         warming = progress.updates < config.train.critic_warmup_updates and learner.critic is not None
         began = time.monotonic()
-        report = await asyncio.to_thread(
-            lambda: learner.update(batch, version=parent.number, train_policy=not warming)
-        )
-        times["time/update_s"] = time.monotonic() - began
+        trained: Sequence[Group] = batch
+        extra: Mapping[str, torch.Tensor] | None = None
+        if "greedy_reward_S" in learner.recipe.columns:
+            trained, extra = sampling.with_greedy(place, batch)
+            facts["sampling/groups_without_greedy"] = float(len(batch) - len(trained))
+        if skip or not trained:
+            report = learner.skip(
+                "too few groups have a spread after the last round of sampling"
+                if skip
+                else "no greedy attempt was graded"
+            )
+        else:
+            report = await asyncio.to_thread(
+                lambda: learner.update(trained, version=parent.number, extra=extra, train_policy=not warming)
+            )
+        facts["time/update_s"] = time.monotonic() - began
         for cause in dict.fromkeys(report.refused):
             self.listener.note(f"Update {progress.updates + 1} was refused: {cause}")
         if report.nothing is not None:
@@ -660,7 +696,7 @@ class _Run:
         metrics = {
             **report.metrics,
             **sampling.behaviour(batch),
-            **times,
+            **facts,
             "policy/version": float(parent.number),
         }
         moved = report.taken > 0 and not warming

@@ -11,7 +11,14 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequenc
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
+import torch
+
+from agentrl.algo import select
+from agentrl.algo.axes import numbers_of
+from agentrl.algo.recipes import Recipe
+from agentrl.algo.select import SELECT, SPREAD_TOLERANCE
 from agentrl.config import RunConfig
 from agentrl.inference.openai import ChatEndpoint
 from agentrl.inference.sampler import Sampler
@@ -35,6 +42,8 @@ from harness.gold import GoldDemonstrator
 from harness.group import GroupOutcome, GroupRequest
 from harness.rollout import RolloutSettings, run_one
 
+GREEDY = "greedy"
+"""Phase of the attempts that only serve as a baseline: no update ever takes them."""
 CONTEXT_MARGIN = 8
 """Tokens of the model's context kept free, so that a full context is noticed before the engine refuses it."""
 
@@ -277,6 +286,66 @@ def behaviour(group_list: Sequence[Group]) -> dict[str, float]:
     for reason in {t.termination for t in members}:
         numbers[f"termination/{reason}"] = _mean(float(t.termination is reason) for t in members)
     return numbers
+
+
+def next_round(
+    recipe: Recipe, batch: Sequence[Group], *, wanted: int, rounds: int
+) -> tuple[Literal["sample", "train", "skip"], int]:
+    """What follows when a batch is there: dynamic sampling asks for more until enough groups have a spread,
+    within its cap (`select.next_round`); any other recipe trains.
+
+    Args:
+        batch: groups of this update so far, of all rounds.
+        wanted: groups with a spread that an update should have.
+        rounds: how often was sampled for this update, from 1.
+
+    Returns:
+        what to do, and how many groups there are with a spread.
+    """
+    usable = sum(_spreads(group) for group in batch)
+    chosen = next((c for c in recipe.select if c.operator == "mixed_groups"), None)
+    if chosen is None:
+        return "train", usable
+    numbers = numbers_of(SELECT["mixed_groups"], chosen)
+    decided = select.next_round(
+        usable=usable,
+        wanted=wanted,
+        rounds=rounds,
+        max_rounds=int(str(numbers["max_rounds"])),
+        at_cap=str(numbers["at_cap"]),
+    )
+    return decided, usable
+
+
+def greedy_of(group_id: str) -> str:
+    """Id of the group that holds the greedy attempt beside another group."""
+    return f"{group_id}-greedy"
+
+
+def with_greedy(place: Workplace, batch: Sequence[Group]) -> tuple[list[Group], Mapping[str, torch.Tensor]]:
+    """The groups whose greedy attempt was graded, and what it earned as a column of their trajectories: a
+    group without it has nothing to be compared with."""
+    trained: list[Group] = []
+    rewards: list[float] = []
+    for group in batch:
+        found = place.store.iter_trajectories(place.run_id, phase=GREEDY, group=greedy_of(group.id))
+        earned = next((t.reward for t in found if t.reward is not None), None)
+        if earned is not None:
+            trained.append(group)
+            rewards += [earned] * len(group.trajectories)
+    return trained, {"greedy_reward_S": torch.tensor(rewards, dtype=torch.float64)}
+
+
+def most_rounds(recipe: Recipe) -> int:
+    """How often may be sampled for one update."""
+    chosen = next((c for c in recipe.select if c.operator == "mixed_groups"), None)
+    return 1 if chosen is None else int(str(numbers_of(SELECT["mixed_groups"], chosen)["max_rounds"]))
+
+
+def _spreads(group: Group) -> bool:
+    """Whether the rewards of its graded members differ."""
+    rewards = [t.reward for t in group.trajectories if t.reward is not None and t.calls]
+    return bool(rewards) and max(rewards) - min(rewards) > SPREAD_TOLERANCE
 
 
 def ran_tests(trajectory: Trajectory) -> bool:

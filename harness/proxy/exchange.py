@@ -169,7 +169,7 @@ OTHER_TOKENS = "the tokens would not be samples of the recorded policy"
 OTHER_PROMPT = "the prompt would not be what the model's own template makes of the messages"
 
 
-def neutral(body: Mapping[str, Any], *, why: str = OTHER_TOKENS, **values: tuple[Any, ...]) -> None:
+def neutral(body: Mapping[str, Any], why: str = OTHER_TOKENS, /, **values: tuple[Any, ...]) -> None:
     """Refuse settings that have a value other than those that change nothing. By default these are settings
     that would sample another distribution than the recorded log-probs speak of."""
     for name, allowed in values.items():

@@ -40,10 +40,10 @@ def parse(body: Mapping[str, Any]) -> Ask:
     """A request. Raises `Refusal` for what is malformed or would change the distribution."""
     neutral_settings(body)
     neutral(body, response_format=({"type": "text"},), modalities=(["text"],), logit_bias=({},))
-    neutral(body, why="it is the old form of 'tools'", functions=([],), function_call=("none", "auto"))
+    neutral(body, "it is the old form of 'tools'", functions=([],), function_call=("none", "auto"))
     neutral(
         body,
-        why=OTHER_PROMPT,
+        OTHER_PROMPT,
         chat_template=(),
         add_generation_prompt=(True,),
         continue_final_message=(False,),
@@ -102,7 +102,7 @@ def neutral_settings(body: Mapping[str, Any]) -> None:
         logits_processors=([],),
         **dict.fromkeys(FORCED, ()),
     )
-    neutral(body, why="what ends a reply is the session's", stop_token_ids=([],))
+    neutral(body, "what ends a reply is the session's", stop_token_ids=([],))
 
 
 def wishes_of(body: Mapping[str, Any]) -> Wishes:

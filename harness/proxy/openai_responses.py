@@ -45,7 +45,7 @@ def parse(body: Mapping[str, Any], *, earlier: Earlier) -> Ask:
     text = field(body, "text", dict, {})
     neutral(text, format=({"type": "text"},))
     neutral(
-        body, why="a conversation is sent, or named by 'previous_response_id'", conversation=(), prompt=()
+        body, "a conversation is sent, or named by 'previous_response_id'", conversation=(), prompt=()
     )
     messages: list[Message] = []
     instructions = field(body, "instructions", str, "")

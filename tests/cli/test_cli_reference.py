@@ -19,6 +19,17 @@ def test_every_recipe_is_listed_and_shown(typed) -> None:
     assert one["axes"]["surrogate"][0]["numbers"]["high"] == 0.28
 
 
+def test_the_table_of_recipes_has_all_that_a_reader_chooses_by_here_and_in_the_readme(typed) -> None:
+    head = typed("recipes").stdout.splitlines()[0]
+    readme = (ROOT / "README.md").read_text()
+    for column in ("arXiv", "equation", "choices", "needs", "columns", "differs from the paper in"):
+        assert column in head
+        assert f"| {column} |" in readme.partition("generated: recipes")[2].splitlines()[1]
+    row = next(line for line in readme.splitlines() if line.startswith("| `spo` |"))
+    assert "values_N (extra=)" in row, "what no run makes by itself is said"
+    assert "surrogate: ppo_clip" in row
+
+
 def test_numbers_that_must_be_set_are_said_to_be(typed) -> None:
     assert "max_length must be set" in typed("recipes", "dapo-soft-overlong").stdout
 

@@ -1,0 +1,205 @@
+"""Which recipes a run file can train, and what the loop does for those that want more than one batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import config as configuration
+from agentrl.algo import refusals
+from agentrl.algo.recipes import RECIPES, compose
+from agentrl.errors import ConfigError
+from agentrl.store.store import Store
+from agentrl.training import loop, sampling
+from agentrl.types import Group
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "learner"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "algo"))
+import learner_given as given
+from algo_evidence import NUMBERS
+
+GIVEN_BY_HAND = {
+    "sweet-rl": "values",
+    "spo": "values",
+    "grpo-vps": "values",
+    "dast": "history_mean_S",
+    "dsdr": "density_S",
+    "dagrpo": "density_S",
+    "prefix-rft": "off_policy_S",
+    "luffy": "off_policy_S",
+    "dcpo": "history_mean_S",
+    "s-grpo": "exit_index_S",
+    "dra-grpo": "density_S",
+    "gapo": "answer_S",
+    "score": "first_attempt_S",
+    "prime": "prm_logp_N",
+    "diver": "potential_N",
+    "treerpo": "node_value_N",
+}
+"""Recipes that need evidence which no run file names a source for, and a word of what they lack."""
+
+
+def parsed(recipe: str, **more: Any) -> configuration.RunConfig:
+    size = RECIPES[recipe].group_size or 4
+    return configuration.parse(
+        {
+            "teacher": {"source": "somewhere"} if RECIPES[recipe].needs_teacher else {},
+            "rollout": {"group_size": size},
+            "train": {"recipe": recipe, "overrides": NUMBERS.get(recipe, {})},
+            **more,
+        }
+    )
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_run_file_trains_every_recipe_whose_evidence_a_run_makes_and_says_what_the_others_lack(
+    name: str,
+) -> None:
+    config = parsed(name)
+    recipe = compose(config.train.overrides, base=name)
+    found = refusals.problems(recipe, loop._facts(config, recipe))
+    if name in GIVEN_BY_HAND:
+        assert any(GIVEN_BY_HAND[name] in sentence and "extra=" in sentence for sentence in found)
+    else:
+        assert found == ()
+
+
+def test_a_teacher_is_named_by_one_key() -> None:
+    config = parsed("kdrl", teacher={})
+    recipe = RECIPES["kdrl"]
+    with pytest.raises(ConfigError, match=r"set teacher\.source"):
+        refusals.check(recipe, loop._facts(config, recipe))
+
+
+def test_a_shared_critic_takes_no_steps_and_no_warm_up_of_its_own() -> None:
+    for name, train in (
+        ("sao", {"critic": "shared"}),
+        ("ppo", {"critic": "shared", "critic_warmup_updates": 1}),
+    ):
+        config = parsed(name, train={"recipe": name, **train})
+        with pytest.raises(ConfigError, match="critic"):
+            refusals.check(RECIPES[name], loop._facts(config, RECIPES[name]))
+
+
+# ---------------------------------------------------------------------------------------- dynamic sampling
+
+
+def group_of(*rewards: float | None, name: str = "g") -> Group:
+    return given.group(
+        [
+            given.trajectory([given.call(f"{name}{i}", [1], [2])], id=f"{name}{i}", group=name, reward=reward)
+            for i, reward in enumerate(rewards)
+        ]
+    )
+
+
+def test_an_update_is_sampled_for_until_enough_groups_have_a_spread_and_never_beyond_the_cap() -> None:
+    """ENV-11: cap 3; at the cap it trains on what there is, or skips, as the recipe says; none is a skip."""
+    flat, mixed = group_of(1.0, 1.0), group_of(1.0, 0.0)
+    one_graded, unasked = (
+        group_of(1.0, None),
+        given.group([given.trajectory([], reward=r) for r in (1.0, 0.0)]),
+    )
+    train = compose({"recipe": "dapo", "select.mixed_groups.max_rounds": 3})
+    skip = compose(
+        {"recipe": "dapo", "select.mixed_groups.max_rounds": 3, "select.mixed_groups.at_cap": "skip"}
+    )
+
+    def decided(recipe: Any, batch: list[Group], rounds: int) -> tuple[str, int]:
+        return sampling.next_round(recipe, batch, wanted=2, rounds=rounds)
+
+    assert decided(train, [mixed, mixed], 1) == ("train", 2)
+    assert decided(train, [mixed, flat], 1) == ("sample", 1)
+    assert decided(train, [flat, one_graded, unasked], 2) == ("sample", 0)
+    assert decided(train, [mixed, flat, flat], 3) == ("train", 1)
+    assert decided(skip, [mixed, flat, flat], 3) == ("skip", 1)
+    assert decided(train, [flat, flat], 3) == ("skip", 0)
+    assert decided(RECIPES["grpo"], [flat], 1) == ("train", 0)
+    assert (sampling.most_rounds(train), sampling.most_rounds(RECIPES["grpo"])) == (3, 1)
+
+
+class Noted:
+    """Keeps the numbers of every update, and what was said."""
+
+    def __init__(self) -> None:
+        self.numbers: list[Mapping[str, float]] = []
+        self.said: list[str] = []
+
+    def begin(self, phase: str, *, total: int | None, unit: str) -> None: ...
+
+    def advance(self, n: int = 1, **facts: float | int | str) -> None: ...
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.numbers.append(values)
+
+    def note(self, message: str) -> None:
+        self.said.append(message)
+
+    def end(self, **facts: float | int | str) -> None: ...
+
+
+def trained(folder: Path, recipe: str, **more: Any) -> tuple[Noted, dict[str, int]]:
+    """A run of one update of an untrained small policy, which solves nothing; trajectories by phase."""
+    noted = Noted()
+    sections: dict[str, Any] = {
+        "run": {"name": "one", "dir": str(folder), "threads": 1},
+        "tasks": {"train": 2, "heldout": 1},
+        "sandbox": {"backend": "plain"},
+        "policy": {"small": {"hidden_size": 64, "heads": 2, "context": 1024}},
+        "rollout": {"groups": 2, "group_size": 2, "max_tokens": 8},
+        "train": {"recipe": recipe, "updates": 1, "learning_rate": 1e-4},
+    }
+    for name, section in more.items():
+        sections[name] = {**sections.get(name, {}), **section}
+    loop.run(configuration.parse(sections), listener=noted)
+    with Store.open(folder / "store.db") as store:
+        rows = store.trajectories(store.runs()[0].id, limit=None)
+        assert store.unconsumed(store.runs()[0].id, "train") == ()
+    phases = [row.phase for row in rows]
+    return noted, {phase: phases.count(phase) for phase in phases}
+
+
+def test_where_no_group_has_a_spread_sampling_ends_at_the_cap_and_nothing_moves(tmp_path: Path) -> None:
+    overrides = {"select": {"mixed_groups": {"max_rounds": 2}}}
+    noted, phases = trained(tmp_path / "run", "dapo", train={"recipe": "dapo", "overrides": overrides})
+    assert phases == {"train": 8}, "two rounds of two groups of two"
+    (numbers,) = noted.numbers
+    assert (numbers["sampling/rounds"], numbers["sampling/usable_groups"]) == (2, 0)
+    assert (numbers["optimizer/step"], numbers["policy/version"]) == (0, 0)
+    assert any("had nothing to train on" in line for line in noted.said)
+
+
+def test_a_greedy_attempt_is_the_baseline_of_its_group_and_trained_by_nobody(tmp_path: Path) -> None:
+    """ADV-10, in a run: one greedy attempt beside each group."""
+    noted, phases = trained(tmp_path / "run", "remax")
+    assert phases == {"greedy": 2, "train": 4}
+    (numbers,) = noted.numbers
+    assert (numbers["sampling/groups_without_greedy"], numbers["trajectories/total"]) == (0, 4)
+    with Store.open(tmp_path / "run" / "store.db") as store:
+        run_id = store.runs()[0].id
+        greedy = list(store.iter_trajectories(run_id, phase="greedy"))
+        members = {t.group_id for t in store.iter_trajectories(run_id, phase="train")}
+    assert {call.sampling.temperature for t in greedy for call in t.calls} == {0.0}
+    assert {t.group_id for t in greedy} == {sampling.greedy_of(name) for name in members}
+
+
+def test_a_policy_learns_from_a_teacher_that_a_run_file_names(tmp_path: Path) -> None:
+    trained(tmp_path / "first", "reinforce", train={"recipe": "reinforce", "updates": 1})
+    source = str(next((tmp_path / "first" / "versions").glob("*/model.safetensors")).parent)
+    train = {"recipe": "opd-full", "learning_rate": 1e-2, "updates": 2}
+    noted, _ = trained(
+        tmp_path / "second",
+        "opd-full",
+        policy={"source": source},
+        teacher={"source": source},
+        train=train,
+    )
+    first, second = (numbers["teacher/divergence"] for numbers in noted.numbers)
+    assert first == pytest.approx(0.0, abs=1e-6), "the teacher is the policy itself at first"
+    assert second >= first
+    with pytest.raises(ConfigError, match="tokenizer of teacher"):
+        trained(tmp_path / "third", "opd", teacher={"source": source}, tasks={"train": 3, "heldout": 1})
