@@ -50,7 +50,7 @@ COLOURS = (
 
 STYLE = (
     "svg{background:#fff}text{font:12px sans-serif;fill:#444}.grid{stroke:#ddd}"
-    ".curve{fill:none;stroke-width:2}"
+    ".curve{fill:none;stroke-width:2}.name{paint-order:stroke;stroke:#fff;stroke-width:5px}"
 )
 
 REPORT = """\
@@ -168,12 +168,15 @@ def plot(results: list[Result]) -> str:
         length = min(map(len, curves))
         points = [(float(i + 1), statistics.fmean(c[i] for c in curves)) for i in range(length)]
         series.append(charts.Line(name=recipe, colour=colour, points=points))
-        legend.append(f'<text x="640" y="{16 * len(legend) + 150}" style="fill:{colour}">{recipe}</text>')
+        legend.append(
+            f'<text x="640" y="{16 * len(legend) + 150}" class="name" style="fill:{colour}">{recipe}</text>'
+        )
     drawing = charts.lines(
         series, height=360, x_label="update", percent=True, bounds=(0.0, 1.0), title="Mean reward"
     )
-    head, _, body = str(drawing).partition(">")
-    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{"".join(legend)}{body}\n'
+    head, _, body = str(drawing).removesuffix("</svg>").partition(">")
+    names = "".join(legend)  # last, so that no line runs through them
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{body}{names}</svg>\n'
 
 
 def main() -> None:
