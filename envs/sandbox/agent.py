@@ -59,6 +59,10 @@ MESSAGE_BYTES = 512 * 1024 * 1024
 KEPT_RESULT_BYTES = 16 * 1024 * 1024
 """Results kept for an asker that comes again; older commands answer `expired`, and never run again."""
 KEPT_SPOOL_BYTES = 32 * 1024 * 1024
+KEPT_SPOOLS = 64
+"""Commands whose spools are kept: each costs two of the few descriptors that a process may have."""
+LONGEST_POLL_S = 3600.0
+"""No time limit is too long for the system call that waits for it."""
 KEPT_NOTES = 64
 """Notes of the host kept for a host that comes after it; the oldest goes first."""
 NOTE_BYTES = 1024 * 1024
@@ -440,7 +444,7 @@ class _Supervisor:
             waits = [
                 w for w in (kill_at, drain_until, deadline if kill_at is None else None) if w is not None
             ]
-            ready = self.poller.poll(max(0.0, min(waits) - now) * 1000 + 0.5)
+            ready = self.poller.poll(min(max(0.0, min(waits) - now), LONGEST_POLL_S) * 1000 + 0.5)
             for fd, _ in ready:
                 if fd == wake:
                     drain(wake)
@@ -718,7 +722,7 @@ def _become_command(settings: Settings, request: Header, ends: list[int]) -> NoR
         os.setresuid(settings.policy_uid, settings.policy_uid, settings.policy_uid)
     env = settings.command_env({str(k): str(v) for k, v in request.get("env", {}).items()})
     try:
-        os.chdir(request.get("cwd") or settings.workdir)
+        os.chdir(os.path.join(settings.workdir, request.get("cwd") or ""))
     except OSError as error:
         raise OSError(error.errno, f"working directory: {error.strerror}", request.get("cwd")) from None
     argv = request.get("argv")
@@ -1118,7 +1122,8 @@ class Agent:
         except PermissionError as error:
             self._reply(asker, {"error": {"kind": "permission", "message": str(error)}})
         except OSError as error:
-            self._reply(asker, {"error": {"kind": "os", "errno": error.errno, "message": str(error)}})
+            message = error.strerror or str(error)  # Without the path, which is the asker's to name.
+            self._reply(asker, {"error": {"kind": "os", "errno": error.errno, "message": message}})
         except (KeyError, TypeError, ValueError) as error:
             message = f"{type(error).__name__}: {error}"
             self._reply(asker, {"error": {"kind": "bad_request", "message": message}})
@@ -1257,6 +1262,8 @@ class Agent:
         strings = [header.get("command") or "", header.get("cwd") or "", *(header.get("argv") or ())]
         if any("\0" in text for text in [*strings, *header.get("env", {}), *header.get("env", {}).values()]):
             raise Refused("bad_request", "a NUL byte in the command, its directory or its environment")
+        if header.get("command") is None and not header.get("argv"):
+            raise Refused("bad_request", "neither a command nor a program")
         try:
             run = self._spare or self._fork_supervisor()
         except BlockingIOError as error:
@@ -1349,7 +1356,7 @@ class Agent:
         for asker in run.askers:
             self._reply(asker, header, body)
         run.askers.clear()
-        kept = kept_spool = 0
+        kept = kept_spool = spools = 0
         for old in reversed(self._execs.values()):
             if old.header is None:
                 continue
@@ -1359,7 +1366,8 @@ class Agent:
             if old.spools is not None:
                 size = sum(os.fstat(fd).st_size for fd in old.spools)
                 kept_spool += size
-                if size == 0 or kept_spool > KEPT_SPOOL_BYTES:
+                spools += size > 0
+                if size == 0 or kept_spool > KEPT_SPOOL_BYTES or spools > KEPT_SPOOLS:
                     for fd in old.spools:
                         os.close(fd)
                     old.spools = None

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.errors import SandboxError, SandboxLost
+from agentrl.errors import BoundaryError, SandboxError, SandboxLost
 from agentrl.types import ExecStatus, SandboxSpec
 from envs.sandbox.contract import (
     HEAD_BYTES,
@@ -327,6 +327,36 @@ async def a_command_that_can_not_start_is_a_result(case: Case) -> None:
         nowhere = await box.exec(ExecRequest(exec_id="c", command="true", cwd="no/such/folder"))
         assert (nowhere.status, nowhere.exit_code) == (ExecStatus.EXITED, 127)
         assert b"working directory" in nowhere.stderr.head
+        in_file = await box.exec(ExecRequest(exec_id="f", command="true", cwd="app.py"))
+        assert (in_file.exit_code, b"working directory" in in_file.stderr.head) == (127, True)
+        huge = await box.exec(ExecRequest(exec_id="h", command="true", env={"V": "x" * 200_000}))
+        assert (huge.exit_code, b"too long" in huge.stderr.head) == (127, True)
+        assert (await sh(box, "echo on")).exit_code == 0
+
+
+@kind()
+async def a_relative_directory_is_one_of_the_workdir(case: Case) -> None:
+    async with case.sandbox() as box:
+        for cwd, listed in (("pkg/inner", b"a.py\nb.py\n"), (".", b"app.py\n")):
+            seen = await box.exec(ExecRequest(exec_id=cwd, command="ls a* b* 2>/dev/null; true", cwd=cwd))
+            assert seen.stdout.head == listed
+
+
+@kind()
+async def no_time_limit_is_too_long(case: Case) -> None:
+    async with case.sandbox() as box:
+        done = await sh(box, "sleep 0.1; echo on", timeout_s=1e15)
+        assert (done.status, done.stdout.head) == (ExecStatus.EXITED, b"on\n")
+
+
+@kind()
+async def a_program_that_does_not_read_its_input_is_not_held_up_by_it(case: Case) -> None:
+    async with case.sandbox() as box:
+        data = bytes(8 * 1024 * 1024)
+        ended = await sh(box, "exec 0<&-; sleep 0.2; echo on", stdin=data)
+        assert (ended.status, ended.stdout.head) == (ExecStatus.EXITED, b"on\n")
+        late = await sh(box, "sleep 300", stdin=data, timeout_s=0.3)
+        assert (late.status, late.kill_verified) == (ExecStatus.TIMEOUT, True)
 
 
 @kind()
@@ -382,6 +412,8 @@ async def impossible_requests_are_refused(case: Case) -> None:
             ExecRequest(exec_id="t", command="true", timeout_s=timeout_s)
     with refused(ValueError, match="exactly one"):
         ExecRequest(exec_id="t", command="true", argv=("true",))
+    with refused(ValueError, match="empty"):
+        ExecRequest(exec_id="t", argv=())
     async with case.sandbox() as box:
         with refused(ValueError, match="NUL"):
             await sh(box, "echo a\0b")
@@ -945,8 +977,19 @@ async def conform(
     """Run every kind whose name contains `only`, one after the other. Raises `SandboxError` when the backend
     can not make even one sandbox; a kind's own failure is a row."""
     case = Case(backend, folder, kill_agent)
-    async with case.sandbox() as box:
-        info = box.info
+    try:
+        async with asyncio.timeout(KIND_DEADLINE_S), case.sandbox() as box:
+            info = box.info
+    except BoundaryError:
+        raise
+    except Exception as error:  # whatever somebody's backend does, it is a finding
+        raise SandboxError(
+            f"The backend {backend.name} makes no sandbox: {type(error).__name__}: {error}.",
+            fix="prepare() and create() must give a sandbox, or raise a SandboxError that says why not.",
+            code="no_sandbox",
+            phase="create",
+            retryable=False,
+        ) from error
     rows = []
     for one in [one for one in KINDS if only in one.name]:
         begun = time.monotonic()

@@ -30,6 +30,15 @@ OUTPUT_LIMIT_BYTES = 256 * 1024 * 1024
 TERM_GRACE_S = 2.0
 """Between TERM and KILL on a timeout."""
 
+
+class NotRegular(ValueError):
+    """What was to be read is a pipe, a socket or a device: it has no content of its own."""
+
+
+class Expired(ValueError):
+    """A command has run, and its result is no longer kept. It will not run again."""
+
+
 Isolation = Literal["namespaces", "docker", "kubernetes", "none"]
 
 
@@ -41,7 +50,7 @@ class ExecRequest:
     command: str | None = None
     argv: tuple[str, ...] | None = None
     cwd: str | None = None
-    """Default: the task's workdir."""
+    """Absolute, or relative to the task's workdir, which is the default."""
     env: dict[str, str] = Field(default_factory=dict)
     stdin: bytes | None = None
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
@@ -56,6 +65,8 @@ class ExecRequest:
     def __post_init__(self) -> None:
         if (self.command is None) == (self.argv is None):
             raise ValueError("exactly one of command and argv")
+        if self.argv is not None and not self.argv:
+            raise ValueError("argv is empty: it must at least name a program")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
@@ -161,12 +172,13 @@ class Sandbox(Protocol):
     def info(self) -> SandboxInfo: ...
 
     async def exec(self, request: ExecRequest) -> ExecResult:
-        """Run one command. The same `exec_id` again returns the first result without running it."""
+        """Run one command. The same `exec_id` again returns the first result without running it. Raises
+        `Expired` when that is no longer kept, ValueError for what no system takes (a NUL byte)."""
         ...
 
     async def read_file(self, path: str, *, max_bytes: int = 16 * 1024 * 1024) -> bytes:
         """Bytes of a file as the policy user sees it. Raises FileNotFoundError, IsADirectoryError,
-        PermissionError, or ValueError when it is larger than `max_bytes`."""
+        PermissionError, `NotRegular`, or ValueError when it is larger than `max_bytes`."""
         ...
 
     async def write_file(self, path: str, data: bytes, *, mode: int | None = 0o644) -> None:
@@ -208,6 +220,16 @@ class Following(Protocol):
 
 
 @runtime_checkable
+class Short(Protocol):
+    """A backend that can say beforehand that it has no room. Optional beside `Backend`."""
+
+    def short_of(self) -> str | None:
+        """Why no sandbox should be asked for now, such as a disk that is nearly full; None: it has room. At
+        once, without waiting for anything."""
+        ...
+
+
+@runtime_checkable
 class Backend(Protocol):
     """Where sandboxes come from."""
 
@@ -218,8 +240,9 @@ class Backend(Protocol):
     def isolation(self) -> Isolation: ...
 
     async def prepare(self, environment_dir: str) -> str:
-        """Make the image of a task's `environment/` folder available; returns its digest. Idempotent,
-        single-flight."""
+        """Make the image of a task's `environment/` folder (an absolute path), or the image of that name,
+        available; returns its digest. Idempotent, single-flight. A backend that runs no images refuses
+        names."""
         ...
 
     async def create(

@@ -23,8 +23,10 @@ from envs.sandbox.contract import (
     TERM_GRACE_S,
     ExecRequest,
     ExecResult,
+    Expired,
     FileChange,
     Health,
+    NotRegular,
     SandboxInfo,
     StreamCapture,
 )
@@ -32,6 +34,9 @@ from envs.sandbox.contract import (
 TRANSPORT_ALLOWANCE_S = 30.0
 """Added to every wait for an answer: what an overloaded machine may need beside the command itself."""
 CLOSE_DEADLINE_S = 10.0
+COMMAND_CHARS = 8 * 1024 * 1024
+"""Of a command, its arguments and its environment together: far more than any system takes, and less than a
+message may hold."""
 
 Differ = Callable[[], Awaitable[tuple[FileChange, ...]]]
 Ending = Callable[[], Awaitable[None]]
@@ -112,6 +117,9 @@ class LiveSandbox:
             header["command"] = self._paths.inside(request.command)
         else:
             header["argv"] = [self._paths.inside(word) for word in request.argv or ()]
+        words = (header.get("command", ""), *header.get("argv", ()), *request.env, *request.env.values())
+        if sum(map(len, words)) > COMMAND_CHARS:
+            raise ValueError(f"a command of more than {COMMAND_CHARS} characters: no system takes it")
         deadline = request.timeout_s + TERM_GRACE_S + KILL_DEADLINE_S + self._allowance_s
         try:
             answer, body = await self._call(header, request.stdin or b"", deadline_s=deadline)
@@ -301,7 +309,11 @@ def _local_error(problem: dict[str, Any], sandbox: str, phase: str) -> Exception
         return IsADirectoryError(message)
     if kind == "permission":
         return PermissionError(message)
-    if kind in ("too_large", "not_regular", "expired", "bad_request"):
+    if kind == "not_regular":
+        return NotRegular(message)
+    if kind == "expired":
+        return Expired(message)
+    if kind in ("too_large", "bad_request"):
         return ValueError(message)
     if kind == "os" and phase != "exec":
         return OSError(problem.get("errno"), message)

@@ -39,7 +39,7 @@ from envs.sandbox.agent import Inbox
 from envs.sandbox.channel import Channel
 from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
 from envs.sandbox.diff import diff_overlay
-from envs.sandbox.images import Images
+from envs.sandbox.images import Images, short_of_room
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.live import LiveSandbox
 
@@ -109,6 +109,10 @@ class LocalBackend:
     def limits_memory(self) -> bool:
         """Whether control groups can hold a sandbox to its memory here."""
         return self._hierarchy is not None and "memory" in self._hierarchy.parents
+
+    def short_of(self) -> str | None:
+        """See `contract.Short`."""
+        return short_of_room(self._state)
 
     def check(self) -> None:
         """Make and end one sandbox, waiting for it. Raises `SandboxError` with the primitive that the
@@ -183,9 +187,14 @@ class LocalBackend:
         session: str,
     ) -> LiveSandbox:
         zygote_ = await self._ensure_zygote()
-        group = self._group(name, spec)
         descriptors: list[int] = []
         ours, theirs = socket.socketpair()
+        try:
+            group = self._group(name, spec)
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
         request = self._request(
             name, spec, lower, binds, group, image=image, session=session, owner=self._owner
         )
@@ -197,6 +206,8 @@ class LocalBackend:
                 await zygote_.send(request, *sockets)
             await _readable(ours.fileno())
             started, descriptors = _receive_start(ours)
+            if len(descriptors) != 2:  # The kernel leaves out what this process has no room for.
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             upper, handle = descriptors
             pid = int(started["pid"])
         except BaseException:

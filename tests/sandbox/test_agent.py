@@ -246,3 +246,46 @@ def test_the_agent_is_one_file_that_python_3_8_can_read() -> None:
         for alias in node.names
     }
     assert not [name for name in imported if name.split(".")[0] in ("agentrl", "envs", "pydantic")]
+
+
+def test_commands_that_are_followed_do_not_use_up_the_descriptors(listening: Path, tmp_path: Path) -> None:
+    client = connect(listening)
+    pid = client.receive()[0]["pid"]
+
+    def followed(number: int) -> None:
+        header = {"op": "exec", "exec_id": str(number), "command": "echo on", "timeout_s": 10, "follow": True}
+        assert client.ask(**header)[0]["status"] == "exited"
+
+    for number in range(agent.KEPT_SPOOLS + 6):
+        followed(number)
+    held = len(os.listdir(f"/proc/{pid}/fd"))
+    for number in range(1000, 1030):
+        followed(number)
+    assert abs(len(os.listdir(f"/proc/{pid}/fd")) - held) <= 4
+    newest, data = client.ask(op="output", exec_id="1029", stream="stdout", offset=0, max_bytes=100)
+    assert (newest["finished"], data) == (True, b"on\n")
+    assert client.ask(op="output", exec_id="0", stream="stdout", offset=0, max_bytes=9)[1] == b"on\n"
+    client.close()
+
+
+def test_requests_that_make_no_sense_are_refused_and_the_agent_goes_on(listening: Path) -> None:
+    client = connect(listening)
+    client.receive()
+    for header in (
+        {"op": "exec", "exec_id": "a", "timeout_s": 1},
+        {"op": "exec", "exec_id": "a", "argv": [], "timeout_s": 1},
+        {"op": "exec", "exec_id": "a", "command": "true", "timeout_s": float("nan")},
+        {"op": "exec", "exec_id": "a", "command": "true", "timeout_s": "soon"},
+        {"op": "exec", "command": "true", "timeout_s": 1},
+        {"op": "exec", "exec_id": "a", "command": "true", "timeout_s": 1, "cwd": "a\0b"},
+        {"op": "read", "path": "a\0b", "max_bytes": 1},
+        {"op": "read", "path": "\ud800", "max_bytes": 1},
+        {"op": "signal", "exec_id": "a", "number": 999},
+        {"op": "lease", "ttl_s": "long"},
+        {"op": "nothing"},
+    ):
+        answer, _ = client.ask(**header)
+        assert answer["error"]["kind"] in ("bad_request", "not_found"), (header, answer)
+    run(client, "a", "echo on")  # none of them has used up the id
+    assert client.receive()[1] == b"on\n"
+    client.close()

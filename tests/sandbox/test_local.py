@@ -1,11 +1,12 @@
 """What is particular to the local backend: nothing is left behind, whoever dies; what is refused is named."""
 
-# ruff: noqa: ASYNC240  (looking at /proc is what these tests do)
+
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from agentrl.errors import SandboxError, SandboxLost
 from agentrl.types import SandboxSpec
+from envs.grading import NO_ROOM
 from envs.sandbox import cgroups, namespaces, probe
 from envs.sandbox.conformance import Case, sh
 from envs.sandbox.contract import ExecRequest
@@ -46,6 +48,11 @@ def groups_of(backend_id: str) -> list[str]:
     return [n for p in parents for n in os.listdir(p) if n.startswith(f"agentrl-{backend_id}")]
 
 
+def mounted(below: Path) -> list[str]:
+    """Mounts of this process in a folder; others on the machine may have theirs."""
+    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(below) in line]
+
+
 def children(pid: int) -> set[int]:
     """All descendants of a process."""
     parents = {}
@@ -73,7 +80,7 @@ def test_nothing_is_left_after_any_kind_of_end(backend: LocalBackend, tmp_path: 
         async with case.sandbox():
             pass  # The zygote runs from here on.
         descriptors = len(os.listdir("/proc/self/fd"))
-        mounts = Path("/proc/self/mountinfo").read_text()
+        mounts = mounted(tmp_path)
         before = children(os.getpid())
 
         async def life(number: int) -> None:
@@ -100,13 +107,65 @@ def test_nothing_is_left_after_any_kind_of_end(backend: LocalBackend, tmp_path: 
         await asyncio.sleep(0.3)
         assert children(os.getpid()) <= before
         assert len(os.listdir("/proc/self/fd")) == descriptors
-        assert Path("/proc/self/mountinfo").read_text() == mounts
+        assert mounted(tmp_path) == mounts
         assert groups_of(str(os.getpid())) == []
         logs = (tmp_path / "state" / "run").glob("*/*.log")
         assert {log.name for log in logs} == {"zygote.log"}
         await backend.close()
         assert list((tmp_path / "state" / "run").iterdir()) == []
         assert children(os.getpid()) == set()
+
+    asyncio.run(run())
+
+
+def test_without_descriptors_left_no_sandbox_is_made_and_nothing_of_it_stays(
+    backend: LocalBackend, tmp_path: Path
+) -> None:
+    case = Case(backend, tmp_path, kill_agent)
+
+    async def run() -> None:
+        spec = SandboxSpec(image=await case.image(), memory_mib=64, disk_mib=8)
+        async with case.sandbox() as first:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            before, held = children(os.getpid()), len(os.listdir("/proc/self/fd"))
+            for spare in range(6):
+                resource.setrlimit(
+                    resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + spare, hard)
+                )
+                try:
+                    box = await backend.create(spec, image=spec.image, session="test")
+                    await box.close()
+                except (OSError, SandboxError):
+                    pass
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await asyncio.sleep(0.3)
+            assert len(os.listdir("/proc/self/fd")) == held
+            assert children(os.getpid()) <= before
+            assert (await sh(first, "echo on")).stdout.head == b"on\n"
+            async with case.sandbox() as box:
+                assert (await sh(box, "echo on")).stdout.head == b"on\n"
+        assert groups_of(str(os.getpid())) == []
+        await backend.close()
+
+    asyncio.run(run())
+
+
+def test_sparse_files_that_are_whole_ones_elsewhere_are_the_policys_doing(
+    backend: LocalBackend, tmp_path: Path
+) -> None:
+    """A policy must not learn to end a bad attempt without a score of its own."""
+    case = Case(backend, tmp_path, kill_agent)
+
+    async def run() -> None:
+        async with case.sandbox(disk_mib=16) as box:
+            await sh(box, "for i in 1 2 3 4; do truncate -s 10M sparse$i; done")
+            changes = await box.diff()
+        with pytest.raises(OSError, match="No space") as refused:
+            async with case.sandbox(disk_mib=16, apply=changes):
+                pass
+        assert refused.value.errno in NO_ROOM  # what `grading` makes a fault of the policy
+        await backend.close()
 
     asyncio.run(run())
 
