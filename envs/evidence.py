@@ -77,6 +77,17 @@ def fault_of(error: BoundaryError) -> Fault:
     )
 
 
+def of_system(error: OSError, phase: str) -> SandboxError:
+    """For an error of this machine's own while a sandbox was made: nothing in it ran yet."""
+    return SandboxError(
+        f"No sandbox could be made: {error.strerror or error}.",
+        fix="Look at this machine's descriptors, disks and rights: `agentrl doctor`.",
+        code="system",
+        phase=phase,
+        evidence={"errno": error.errno},
+    )
+
+
 class Witness:
     """One sandbox, pinned to the instance that answered first. Not shared between sessions."""
 

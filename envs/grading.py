@@ -10,6 +10,7 @@ read from stdout.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import hmac
 import json
@@ -34,12 +35,12 @@ from agentrl.types import (
     step_number,
     to_json,
 )
-from envs.evidence import CONTROL_DEADLINE_S, Admission, Witness, fault_of
+from envs.evidence import CONTROL_DEADLINE_S, Admission, Witness, fault_of, of_system
 from envs.graders import registry as graders
 from envs.graders.contract import Attempt, Graded, Grader, Steps, TestsSeen
 from envs.report import PROGRAM_HASH, TestReport, TestRun
 from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Isolation, Mount
-from envs.sandbox.diff import diff_hash
+from envs.sandbox.diff import DiffTooLarge, diff_hash
 from envs.sandbox.images import workspace
 from envs.sandbox.pressure import QUEUE_DEADLINE_S
 from envs.tasks import package
@@ -55,6 +56,8 @@ STARVED_SHARE = 0.25
 FED_SHARE = 0.5
 """… unless it ran for this share of it all the same."""
 REWARD_FILE_BYTES = 64 * 1024
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Why a diff can not be laid over a fresh image: it takes more than the policy had."""
 
 
 def sign(verdict: Verdict, key: bytes) -> Verdict:
@@ -177,9 +180,11 @@ async def grade(
     signing_key: bytes,
     fault: Fault | None = None,
     steps: Steps | None = None,
+    flags: tuple[str, ...] = (),
 ) -> Verdict:
     """Judge a diff. `seen` is the evidence about the agent's sandbox (E1 to E6); `fault` one that is scored;
-    `steps` what was done, for graders of the process (None: not all of it is known).
+    `steps` what was done, for graders of the process (None: not all of it is known); `flags` what the attempt
+    is marked with, whatever it earns.
 
     Never raises a `BoundaryError`: what fails is recorded as the verdict's fault.
     """
@@ -190,9 +195,10 @@ async def grade(
             task, backend, image=image, changes=kept, session=session, attempted=Attempted(steps=steps)
         )
     except BoundaryError as error:
-        return sign(unscored(fault_of(error), (*seen, admitted), isolation=backend.isolation), signing_key)
+        bare = unscored(fault_of(error), (*seen, admitted), isolation=backend.isolation, flags=flags)
+        return sign(bare, signing_key)
     evidence = (*seen, *result.evidence, admitted)
-    flags = (*result.flags, *(("protected_paths_restored",) if undone else ()))
+    flags = (*result.flags, *(("protected_paths_restored",) if undone else ()), *flags)
     problem = result.fault or _missing(evidence)
     verdict = Verdict(
         reward=result.reward if problem is None else None,
@@ -338,6 +344,15 @@ async def _once(
         raise SandboxError(
             "The verifier sandbox did not start in time.", code="no_answer", phase="create"
         ) from error
+    except OSError as error:
+        if error.errno in NO_ROOM and changes:
+            raise DiffTooLarge(
+                "What was changed does not fit the disk of a fresh sandbox: sparse and linked files are whole"
+                " ones there.",
+                phase="verify",
+                evidence={"errno": error.errno, "changes": len(changes)},
+            ) from error
+        raise of_system(error, "create") from error
     try:
         witness = Witness(sandbox, image=image, spec=task.sandbox, session=session)
         await witness.probe("verify")

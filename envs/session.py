@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import json
 import posixpath
+import re
 import time
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -23,7 +24,7 @@ from typing import Any, Literal, Self
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, nearest
 from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict, from_json, to_json
 from envs import grading, tools
-from envs.evidence import Admission, Witness, fault_of
+from envs.evidence import Admission, Witness, fault_of, of_system
 from envs.sandbox.adoption import Outliving
 from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Following, Health, Mount
 from envs.sandbox.images import workspace
@@ -31,7 +32,17 @@ from envs.sandbox.pressure import QUEUE_DEADLINE_S
 
 CREATE_DEADLINE_S = 120.0
 """For making a sandbox; a backend keeps it, and does not count what it waits for a turn."""
+PREPARE_DEADLINE_S = 3600.0
+"""For pulling or building an image; a backend has shorter ones of its own."""
 SUBMITTED = "submitted"
+HISTORY_SEARCHED = "history_searched"
+"""Flag of an attempt that looked in git for what is not checked out. It decides nothing: a task's history
+holds no solution (see `admission`). How often a policy tries is worth knowing."""
+_DIGGING = frozenset(
+    {"reflog", "fsck", "rev-list", "cat-file", "verify-pack", "unpack-objects", "show-ref", "bundle"}
+)
+_LOOKING = frozenset({"log", "show", "shortlog", "branch", "diff", "checkout", "grep"})
+_BEYOND = ("--all", "--reflog", "--remotes", "--walk-reflogs", "origin/", "FETCH_HEAD", "ORIG_HEAD")
 _BEGUN, _DONE = "begun:", "done:"
 """Keys of what a sandbox notes for a process after this one."""
 
@@ -116,6 +127,7 @@ class Session:
         self._calling: str | None = None
         """Key of the call that is being performed; its commands are named by it."""
         self._lock = asyncio.Lock()
+        self._flags: dict[str, None] = {}
 
     @classmethod
     async def open(
@@ -162,7 +174,7 @@ class Session:
             ) from error
         except OSError as error:
             if origin is None:
-                raise
+                raise of_system(error, "create") from error
             raise SandboxError(
                 f"Session {session_id}: the snapshot can not be laid in: {error.strerror or error}.",
                 fix="Sparse and hard-linked files are whole ones in a snapshot: they may not fit the disk.",
@@ -312,7 +324,7 @@ class Session:
             queued = result.queue_ms or 0.0
             seen = Observation(
                 action_id=action.id,
-                text=result.text,
+                text=result.text.encode("utf-8", "backslashreplace").decode(),  # a name that was made up
                 is_error=result.is_error,
                 status=result.status,
                 exit_code=result.exit_code,
@@ -350,6 +362,8 @@ class Session:
         return f"{self.id}-{self._execs}"
 
     async def exec(self, request: ExecRequest) -> ExecResult:
+        if _searches_history(request.command or " ".join(request.argv or ())):
+            self._flags[HISTORY_SEARCHED] = None
         return await self._witness.exec(request)
 
     async def read_file(self, path: str, *, max_bytes: int) -> bytes:
@@ -464,10 +478,16 @@ class Session:
             signing_key=self.signing_key,
             fault=fault,
             steps=None if self._taken is None else tuple(self._taken),
+            flags=tuple(self._flags),
         )
 
     def _unscored(self, fault: Fault) -> Verdict:
-        verdict = grading.unscored(fault, self._witness.evidence(), isolation=self._backend.isolation)
+        verdict = grading.unscored(
+            fault,
+            self._witness.evidence(),
+            isolation=self._backend.isolation,
+            flags=tuple(self._flags),
+        )
         return verdict if self.signing_key is None else grading.sign(verdict, self.signing_key)
 
     async def close(self) -> None:
@@ -477,10 +497,36 @@ class Session:
             self._move(State.CANCELLED, "closed")
 
 
+def _searches_history(command: str) -> bool:
+    """Whether a command has git look at what is not checked out."""
+    for part in re.split(r"[\n;|&()`]", command):
+        words = part.split()
+        if "git" not in words:
+            continue
+        rest = words[words.index("git") + 1 :]
+        if _DIGGING.intersection(rest):
+            return True
+        if _LOOKING.intersection(rest) and any(word.startswith(_BEYOND) for word in rest):
+            return True
+    return False
+
+
 async def prepare(task: Task, backend: Backend) -> str:
-    """The digest of the task's image on this backend."""
+    """The digest of the task's image on this backend. Raises `BoundaryError`."""
     folder = Path(task.path) / "environment"
-    return await backend.prepare(str(folder) if task.sandbox.image.startswith("dir:") else task.sandbox.image)
+    wanted = str(folder) if task.sandbox.image.startswith("dir:") else task.sandbox.image
+    try:
+        async with asyncio.timeout(PREPARE_DEADLINE_S):
+            return await backend.prepare(wanted)
+    except TimeoutError as error:
+        raise SandboxError(
+            f"The image of task {task.id} was not ready within {PREPARE_DEADLINE_S:g} s.",
+            fix="Build or pull it by hand, and look at the backend's health.",
+            code="no_answer",
+            phase="prepare",
+        ) from error
+    except OSError as error:
+        raise of_system(error, "prepare") from error
 
 
 def visible_tests(task: Task) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from agentrl.errors import ConfigError, nearest
 from agentrl.types import ExecStatus, Task
 from envs import text
 from envs.report import TestRun
-from envs.sandbox.contract import OUTPUT_LIMIT_BYTES, ExecRequest, ExecResult
+from envs.sandbox.contract import OUTPUT_LIMIT_BYTES, ExecRequest, ExecResult, NotRegular
 
 READ_LIMIT_BYTES = 4 * 1024 * 1024
 """Largest file that a tool reads; the model sees far less of it."""
@@ -78,6 +78,10 @@ async def bash(workspace: Workspace, command: str) -> ToolResult:
 
     command: the command line
     """
+    if "\0" in command:
+        return failed("Nothing was run: a command can not hold a NUL byte. Use printf '\\0' to make one.")
+    if not _is_text(command):
+        return failed("Nothing was run: the command is not valid text, it holds a lone surrogate.")
     limits = workspace.task.limits
     result = await workspace.exec(
         ExecRequest(exec_id=workspace.next_exec_id(), command=command, timeout_s=limits.exec_timeout_s)
@@ -124,9 +128,19 @@ async def read_file(workspace: Workspace, path: str) -> ToolResult:
     return ToolResult(text=shown, truncated_bytes=omitted)
 
 
+def _is_text(given: str) -> bool:
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 async def _read(workspace: Workspace, path: str) -> bytes | ToolResult:
     if not path or "\0" in path:
         return failed("No such file: an empty path or one with a NUL byte.")
+    if not _is_text(path):
+        return failed("No such file: the path is not valid text, it holds a lone surrogate.")
     try:
         return await workspace.read_file(path, max_bytes=READ_LIMIT_BYTES)
     except FileNotFoundError:
@@ -137,6 +151,8 @@ async def _read(workspace: Workspace, path: str) -> bytes | ToolResult:
         return failed(f"A part of {path} is not a directory.")
     except PermissionError:
         return failed(f"No permission for {path}")
+    except NotRegular:
+        return failed(f"{path} is not a regular file.")
     except ValueError:
         return failed(
             f"{path} is larger than {READ_LIMIT_BYTES // 2**20} MiB; look at a part of it with bash."
@@ -159,10 +175,9 @@ async def replace_in_file(workspace: Workspace, path: str, old: str, new: str) -
     raw = await _read(workspace, path)
     if isinstance(raw, ToolResult):
         return raw
-    try:
-        before, after = old.encode(), new.encode()
-    except UnicodeEncodeError:
+    if not _is_text(old) or not _is_text(new):
         return failed("old and new must be valid text, without lone surrogates.")
+    before, after = old.encode(), new.encode()
     count = raw.count(before)
     if count != 1:
         return failed(f"old occurs {count} times in {path}, not exactly once. Nothing was changed.")

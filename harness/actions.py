@@ -19,6 +19,9 @@ from typing import Any
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import Action
 
+MAX_NESTING = 64
+"""Lists and objects within each other. What is deeper can be read here, and then not be written by somebody
+further down, who has less stack left."""
 FORMAT_ERROR_TOOL = "format_error"
 """`Action.tool` of output in which no tool name could be read."""
 
@@ -117,12 +120,20 @@ def _loads(body: str) -> Any:
         raise ValueError(f"{error.msg} at character {error.pos}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    level = [value]
+    for _ in range(MAX_NESTING + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if level:
+        raise ValueError("it is nested too deeply")
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError("it holds a lone surrogate, which is not text") from error
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
     return value
 
 

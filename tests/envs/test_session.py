@@ -1,6 +1,8 @@
 """Sessions: evidence on the way, one log, and no reward when anything that is not the policy's fails."""
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ from faulty_backend import FIX, KEY, Faults, FaultyBackend, admission_of, attemp
 from agentrl.errors import SandboxError, SandboxLost
 from agentrl.types import Action, EvidenceKey, ExecStatus, Fault, Task, Termination, Verdict
 from envs.grading import verify_signature
-from envs.session import Session, State
+from envs.session import HISTORY_SEARCHED, Session, State
 
 SUBMIT = ("submit", {})
 
@@ -353,3 +355,85 @@ def test_a_cancelled_attempt_is_evidence_of_nothing(task: Task) -> None:
     assert verdict.reward is None
     assert verdict.fault is not None
     assert verdict.fault.code == "cancelled"
+
+
+def test_what_no_system_takes_as_a_command_is_the_policys_mistake_and_it_is_judged(task: Task) -> None:
+    """A policy must not learn to end a bad attempt without a score by a byte that it writes."""
+    verdict = attempt(task, ("bash", {"command": "echo a\0b"}), ("read_file", {"path": "a\0b"}), FIX, SUBMIT)
+    assert (verdict.reward, verdict.fault) == (1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("command", "flagged"),
+    [
+        ("git log --all -p | head", True),
+        ("cd /app && git reflog", True),
+        ("git fsck --lost-found; true", True),
+        ("git -c core.pager=cat show origin/main:cart.py", True),
+        ("git log --oneline", False),
+        ("git status; git diff", False),
+        ("grep -r reflog .", False),
+        ("echo digit reflog", False),
+    ],
+)
+def test_looking_for_the_solution_in_the_history_is_marked_and_decides_nothing(
+    task: Task, command: str, flagged: bool
+) -> None:
+    verdict = attempt(task, ("bash", {"command": f"{command} || true"}), FIX, SUBMIT)
+    assert (verdict.reward, verdict.flags) == (1.0, (HISTORY_SEARCHED,) if flagged else ())
+    assert verify_signature(verdict, KEY)
+    ended = attempt(task, ("bash", {"command": f"{command} || true"}), termination=Termination.CANCELLED)
+    assert ended.flags == ((HISTORY_SEARCHED,) if flagged else ())
+
+
+class Cramped:
+    """A backend of which some sandboxes can not be made: the system refuses."""
+
+    name = "plain"
+    isolation = "none"
+
+    def __init__(self, code: int, where: str) -> None:
+        self.inner = FaultyBackend()
+        self._code = code
+        self._where = where
+
+    async def prepare(self, environment_dir: str) -> str:
+        return await self.inner.prepare(environment_dir)
+
+    async def create(self, spec: Any, *, session: str, **rest: Any) -> Any:
+        if self._where in session:
+            raise OSError(self._code, os.strerror(self._code))
+        return await self.inner.create(spec, session=session, **rest)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "owner", "fault"),
+    [
+        (errno.ENOSPC, "policy", "diff_too_large"),
+        (errno.EMFILE, "environment", "system"),
+        (errno.EACCES, "environment", "system"),
+    ],
+)
+def test_work_that_does_not_fit_a_fresh_sandbox_is_the_policys_and_a_bare_error_of_the_system_is_not(
+    task: Task, code: int, owner: str, fault: str
+) -> None:
+    async def run() -> Verdict:
+        backend = Cramped(code, "-verify")
+        admission = await admission_of(task, backend)
+        session = await Session.open(task, backend, session_id="s", signing_key=KEY, admission=admission)
+        async with session:
+            await session.call(Action(id="0", tool=FIX[0], arguments=FIX[1]))
+            verdict = await session.finalize(termination=Termination.FINISHED, fault=None)
+        with pytest.raises(SandboxError) as refused:
+            await Session.open(task, backend, session_id="t-verify", signing_key=KEY, admission=admission)
+        assert (refused.value.owner, refused.value.code) == ("environment", "system")
+        await backend.close()
+        return verdict
+
+    verdict = asyncio.run(run())
+    assert verdict.reward is None
+    assert verdict.fault is not None
+    assert (verdict.fault.owner, verdict.fault.code) == (owner, fault)

@@ -108,6 +108,24 @@ def test_a_function_that_is_no_tool_is_refused_with_its_name() -> None:
         ("bash", {"command": "x", "cmd": 1}, "bash: unknown argument cmd. Did you mean 'command'?"),
         ("read_file", {"path": "nope.py"}, "No such file: nope.py"),
         ("read_file", {"path": "tests"}, "tests is a directory."),
+        (
+            "bash",
+            {"command": "echo a\0b"},
+            "Nothing was run: a command can not hold a NUL byte. Use printf '\\0' to make one.",
+        ),
+        ("read_file", {"path": "cart\0.py"}, "No such file: an empty path or one with a NUL byte."),
+        ("read_file", {"path": "n" * 300}, "Cannot open " + "n" * 300 + ": File name too long"),
+        (
+            "bash",
+            {"command": "echo \ud800"},
+            "Nothing was run: the command is not valid text, it holds a lone surrogate.",
+        ),
+        (
+            "read_file",
+            {"path": "\ud800"},
+            "No such file: the path is not valid text, it holds a lone surrogate.",
+        ),
+        ("bash\ud800", {}, "Unknown tool 'bash\\ud800'. Did you mean 'bash'?"),
         ("read_file", {"path": ""}, "No such file: an empty path or one with a NUL byte."),
         (
             "replace_in_file",
@@ -131,6 +149,11 @@ def test_a_mistake_of_the_policy_is_an_observation(task: Task, tool: str, argume
     (seen,) = act(task, (tool, arguments))
     assert seen.text == says
     assert seen.is_error
+
+
+def test_what_has_no_content_of_its_own_is_not_read(task: Task) -> None:
+    _, seen = act(task, ("bash", {"command": "mkfifo pipe"}), ("read_file", {"path": "pipe"}))
+    assert (seen.text, seen.is_error) == ("pipe is not a regular file.", True)
 
 
 def test_a_format_error_is_shown_and_nothing_runs(task: Task) -> None:

@@ -66,6 +66,11 @@ def test_words_around_calls_are_content_and_calls_keep_their_order() -> None:
         ('{"name": "bash", "arguments": {"x": NaN}}', FORMAT_ERROR_TOOL, "NaN is not JSON"),
         ('{"name": "bash", "arguments": {"x": "\\ud800"}}', FORMAT_ERROR_TOOL, "surrogate"),
         ("[" * 100_000, FORMAT_ERROR_TOOL, "nested too deeply"),
+        (
+            '{"name": "bash", "arguments": {"command": ' + "[" * 900 + "]" * 900 + "}}",
+            FORMAT_ERROR_TOOL,
+            "nested too deeply",
+        ),
         ('{"name": "bash", "arguments": {"x": ' + "9" * 5000 + "}}", FORMAT_ERROR_TOOL, "not valid JSON"),
     ],
 )
