@@ -2,25 +2,29 @@
 
 Nothing of the archive is believed: every name is checked, every size is counted as it is unpacked and not
 read from a header, and only plain files and folders are taken: what a link or a device would do to the
-machine that unpacks it is nobody's need. Files are written below a folder that the caller chose, into a
+machine that unpacks it is nobody's need. What describes the files is bounded like the files: a header that
+says of itself that it is long is not read. Files are written below a folder that the caller chose, into a
 place of their own that is renamed when all of it is there. Whether it is a good task is `package`'s to say.
 """
 
 from __future__ import annotations
 
+import bz2
+import errno
 import gzip
 import io
 import lzma
 import os
 import secrets
 import shutil
+import struct
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
 
 from agentrl.errors import TaskError
 from agentrl.types import Task
@@ -31,6 +35,10 @@ MAX_BYTES = 256 * 1024 * 1024
 MAX_ENTRIES = 20_000
 MAX_DEPTH = 32
 MAX_NAME_BYTES = 255
+HEADER_BYTES = 16 * 1024 * 1024
+"""Of what a tar says beside its files: headers, long names, padding."""
+XZ_MEMORY = 128 * 1024 * 1024
+"""What unpacking xz may take; its highest preset takes half of it."""
 UNREADABLE = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -38,9 +46,18 @@ UNREADABLE = (
     lzma.LZMAError,
     gzip.BadGzipFile,
     EOFError,
-    NotImplementedError,
+    RuntimeError,  # nested too deeply, encrypted after all, a method that is not known
+    ValueError,
+    OverflowError,
+    IndexError,
+    KeyError,
+    struct.error,
 )
 """What the standard library says of archives that are none, or are damaged."""
+OF_THE_MACHINE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EACCES}
+)
+"""Why a file could not be written though nothing is wrong with the archive."""
 _CHUNK = 1 << 20
 
 
@@ -63,6 +80,7 @@ def unpack(data: bytes, into: Path) -> Task:
     Raises:
         TaskError: with the code `archive_format`, `archive_path`, `archive_entry`, `archive_size`, or those
             of `package.load_task`. Nothing is left behind then.
+        OSError: the folder can not be written to.
     """
     into.mkdir(parents=True, exist_ok=True)
     beside = into / f".{secrets.token_hex(8)}"
@@ -73,23 +91,82 @@ def unpack(data: bytes, into: Path) -> Task:
         except UNREADABLE as error:
             raise _bad("archive_format", f"can not be read: {error}", "Pack it again.") from error
         except OSError as error:
+            if error.errno in OF_THE_MACHINE:
+                raise
             why = f"can not be written: {error.strerror}"
             raise _bad("archive_entry", why, "Use other names, each once.") from error
         task = load_task(_package(beside))
         target = into / task.revision
-        if not target.exists():
+        try:
             Path(task.path).rename(target)
+        except OSError:
+            if not target.is_dir():  # else somebody was faster with the same package
+                raise
         return load_task(target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+class _Xz:
+    """One xz stream, with bounded memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._inner = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+        self._data = data
+
+    def read(self, size: int) -> bytes:
+        if self._inner.eof:
+            return b""
+        given, self._data = self._data, b""
+        piece = self._inner.decompress(given, size)
+        if not piece and not self._inner.eof:
+            raise EOFError("it ends too early")
+        return piece
+
+
+class _Tar:
+    """The bytes of a tar, forwards only, as far as an archive may be long. What a header says of its own
+    length is asked for in one piece, and refused in one."""
+
+    def __init__(self, data: bytes) -> None:
+        self._at = 0
+        self._source: Any
+        if data.startswith(b"\x1f\x8b"):
+            self._source = gzip.GzipFile(fileobj=io.BytesIO(data))
+        elif data.startswith(b"BZh"):
+            self._source = bz2.BZ2File(io.BytesIO(data))
+        elif data.startswith((b"\xfd7zXZ\0", b"]\0\0")):
+            self._source = _Xz(data)
+        else:
+            self._source = io.BytesIO(data)
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, at: int) -> None:
+        if at < self._at:
+            raise tarfile.ReadError("it points back into itself")
+        while self._at < at:
+            if not self.read(min(at - self._at, _CHUNK)):
+                break
+
+    def read(self, size: int) -> bytes:
+        if size > HEADER_BYTES or self._at + size > MAX_BYTES + HEADER_BYTES + _CHUNK:
+            raise _bad("archive_size", "is longer than a task's may be", "Leave out what no task needs.")
+        pieces = []
+        while size > 0 and (piece := self._source.read(size)):
+            pieces.append(piece)
+            size -= len(piece)
+            self._at += len(piece)
+        return b"".join(pieces)
+
+
 def _entries(data: bytes) -> Iterator[_Entry]:
-    if zipfile.is_zipfile(io.BytesIO(data)):
+    if data.startswith((b"PK\3\4", b"PK\5\6")):
         yield from _zipped(data)
         return
     try:
-        archive = tarfile.open(fileobj=io.BytesIO(data), mode="r:*")  # noqa: SIM115  (closed below)
+        archive = tarfile.open(fileobj=cast(IO[bytes], _Tar(data)), mode="r:")  # noqa: SIM115  (closed below)
     except tarfile.TarError as error:
         raise _bad("archive_format", "is neither tar nor zip", "Pack the folder with tar -czf.") from error
     with archive:
@@ -115,6 +192,8 @@ def _of(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 
 
 def _zipped(data: bytes) -> Iterator[_Entry]:
+    if data.count(b"PK\1\2") > MAX_ENTRIES:  # before a record is made of each
+        raise _too_many()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for info in archive.infolist():
             kind = info.external_attr >> 28
@@ -126,6 +205,8 @@ def _zipped(data: bytes) -> Iterator[_Entry]:
                 )
             if info.flag_bits & 0x1:
                 raise _bad("archive_format", "is encrypted", "Pack it without a password.")
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise _bad("archive_format", "is packed by a method of its own", "Use zip's own, or tar.")
             executable = bool(info.external_attr >> 16 & 0o111)
             yield _Entry(info.filename, info.is_dir(), executable, lambda i=info: archive.open(i))  # type: ignore[misc]
 
@@ -157,9 +238,7 @@ def _write(entries: Iterator[_Entry], top: Path) -> None:
     left = MAX_BYTES
     for number, entry in enumerate(entries, 1):
         if number > MAX_ENTRIES:
-            raise _bad(
-                "archive_size", f"has more than {MAX_ENTRIES} entries", "Leave out what no task needs."
-            )
+            raise _too_many()
         parts = _parts(entry.name)
         if not parts:
             continue
@@ -180,6 +259,10 @@ def _write(entries: Iterator[_Entry], top: Path) -> None:
                         "Make large files inside the sandbox, or in its image.",
                     )
                 file.write(piece)
+
+
+def _too_many() -> TaskError:
+    return _bad("archive_size", f"has more than {MAX_ENTRIES} entries", "Leave out what no task needs.")
 
 
 def _package(top: Path) -> Path:

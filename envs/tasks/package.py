@@ -165,6 +165,8 @@ def load_task(path: str | Path) -> Task:
         raise _error(file, "file", "is missing", "A task package is a folder with a task.toml.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise _error(file, "syntax", str(error), "Correct the TOML there.") from error
+    except RecursionError as error:
+        raise _error(file, "syntax", "is nested too deeply", "Nest less.") from error
     root = _Table(file, "", document)
     version = str(document.get("schema_version", document.get("version", "1.0")))
     if version not in SCHEMA_VERSIONS:
@@ -217,7 +219,7 @@ def load_task(path: str | Path) -> Task:
             id=root.child("task").get("name", str, f"{folder.parent.name}/{folder.name}"),
             revision=revision_of(folder),
             path=str(folder),
-            instruction=instruction.read_text(encoding="utf-8"),
+            instruction=_text(instruction),
             sandbox=_sandbox(folder, environment, known["pids_limit"]),
             tools=names,
             grader=_grader(folder, ours, verifier, known),
@@ -232,12 +234,26 @@ def load_task(path: str | Path) -> Task:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise _error(file, where, first["msg"], "Correct that value.") from error
+    except OverflowError as error:
+        raise _error(file, "number", str(error), "Use a number that a machine can hold.") from error
     except ValueError as error:
         raise ours.error("split", str(error), f"Known: {', '.join(Split)}.") from error
 
 
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _error(file, "encoding", str(error), "Write it as UTF-8.") from error
+
+
 def _sandbox(folder: Path, environment: _Table, pids: int | None) -> SandboxSpec:
     values: dict[str, Any] = {"network": _network(environment), "env": environment.get("env", dict, {})}
+    for name, value in values["env"].items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in str(value):
+            raise environment.error(
+                "env", f"{name!r:.80} can not be a variable", "Use letters, digits and _, and no NUL byte."
+            )
     values["image"] = environment.get("docker_image", str, "")
     if not values["image"]:
         values["image"] = f"dir:{revision_of(folder / 'environment')}"
@@ -264,7 +280,7 @@ def _grader(folder: Path, ours: _Table, verifier: _Table, known: Mapping[str, An
             )
         for name in (*fails, *passes):
             head, mark, _ = name.partition("::")
-            if not mark or not (tests / head).is_file():
+            if not mark or ".." in head.split("/") or not (tests / head).is_file():
                 key = "fail_to_pass" if name in fails else "pass_to_pass"
                 raise ours.error(key, f"'{name}' names no file under tests/", "Write '<file>::<test>'.")
     elif kind == "graders":

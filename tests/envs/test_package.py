@@ -114,6 +114,19 @@ def test_known_schema_versions_load(tmp_path: Path, version: str) -> None:
         ('"org/thing"', '"thing"', "id", "pattern"),
         ("[verifier]", "[[steps]]\nname = 'a'\n[verifier]", "steps", "one task per step"),
         ("[verifier]", "[verifier", "syntax", "TOML"),
+        ("[verifier]", "[verifier]\nx = " + "[" * 5000 + "]" * 5000, "syntax", "nested"),
+        ("timeout_sec = 77.0", "timeout_sec = nan", "wall_s", "finite"),
+        ("timeout_sec = 77.0", "timeout_sec = -1", "wall_s", "greater than 0"),
+        ("timeout_sec = 77.0", "timeout_sec = 1" + "0" * 400, "number", "too large"),
+        ("cpus = 2", 'cpus = 2\nenv = { "A=B" = "1" }', "environment.env", "'A=B'"),
+        ("cpus = 2", 'cpus = 2\nenv = { A = "1\\u0000" }', "environment.env", "NUL"),
+        ("cpus = 2", "cpus = 2\nenv = { A = 1 }", "env", "string"),
+        (
+            "max_turns = 3",
+            'fail_to_pass = ["../tests/test.sh::test_a"]',
+            "metadata.agentrl.fail_to_pass",
+            "<file>::<test>",
+        ),
     ],
 )
 def test_a_bad_value_names_file_key_and_fix(tmp_path: Path, find: str, put: str, key: str, fix: str) -> None:
@@ -127,6 +140,13 @@ def test_a_bad_value_names_file_key_and_fix(tmp_path: Path, find: str, put: str,
     assert key in message
     assert fix in message
     assert caught.value.owner == "task"
+
+
+def test_text_that_is_not_utf8_is_named_with_its_file(tmp_path: Path) -> None:
+    folder = harbor(tmp_path / "a")
+    (folder / "instruction.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(TaskError, match=r"instruction\.md: encoding"):
+        package.load_task(folder)
 
 
 @pytest.mark.parametrize("missing", ["task.toml", "instruction.md", "tests/test.sh"])
