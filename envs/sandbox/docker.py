@@ -45,6 +45,7 @@ from envs.sandbox.diff import diff_overlay
 from envs.sandbox.docker_disk import HOME, POLICY_ID
 from envs.sandbox.docker_images import PYTHON, TOOLS, DockerImages, Prepared
 from envs.sandbox.engine import API, PING_DEADLINE_S, Engine, EngineRefused, EngineUnknown, socket_path
+from envs.sandbox.images import require_room, short_of_room
 from envs.sandbox.live import LiveSandbox
 from envs.sandbox.pressure import Deadline, Pressure, waited_in_vain
 from envs.sandbox.warm import Kind, PoolState, WarmPool
@@ -145,6 +146,11 @@ class DockerBackend:
         """Containers whose removal has failed and is being tried again."""
         return len(self._failed_removals)
 
+    def short_of(self) -> str | None:
+        """See `contract.Short`: the disks of the state folder and of the engine, where that is here."""
+        root = (self._facts or {}).get("DockerRootDir")
+        return short_of_room(self._state, *([] if not root else [Path(root)]))
+
     def check(self) -> None:
         """Ask the engine, waiting for it, whether sandboxes can be made. Raises `SandboxError` with the
         fix."""
@@ -170,7 +176,7 @@ class DockerBackend:
         if self._pool is not None and not mounts:
             sandbox = await self._handed_out(self._pool, spec, image, session, begun)
         if sandbox is None:
-            start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", Deadline(deadline_s))
+            start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", Deadline(deadline_s), image)
             launched = await self._launch(start, spec, image, prepared, session, mounts, deadline_s)
             sandbox = self._alive(launched, begun)
         if apply:
@@ -287,7 +293,7 @@ class DockerBackend:
     async def _make_warm(self, kind: Kind) -> _Launched:
         image, spec = kind[0], from_json(SandboxSpec, kind[1])
         prepared = await self._images.require(image)
-        start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", Deadline(WARM_DEADLINE_S))
+        start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", Deadline(WARM_DEADLINE_S), image)
         try:
             return await self._launch(start, spec, image, prepared, "", (), WARM_DEADLINE_S)
         except (BoundaryError, OSError):
@@ -392,6 +398,7 @@ class DockerBackend:
         channel, connection = None, None
         try:
             start.phase = "disk"
+            require_room(self._state)
             await _whole(self._lay, start, folder, lower, spec, prepared)
             body = await asyncio.to_thread(self._body, name, spec, prepared, session, start.writable, places)
             start.phase = "create"
@@ -585,6 +592,7 @@ class DockerBackend:
                     raise
             except EngineRefused as refused:
                 if refused.status == 404:
+                    self._images.forget(start.image)
                     raise SandboxError(
                         f"The engine no longer has the image of sandbox {start.name}: {refused.message}",
                         fix="Prepare the environment again.",
@@ -784,9 +792,10 @@ class _Launched:
 class _Start:
     """One start under way: its container's name, its deadline, and what it waits for."""
 
-    def __init__(self, name: str, deadline: Deadline) -> None:
+    def __init__(self, name: str, deadline: Deadline, image: str) -> None:
         self.name = name
         self.deadline = deadline
+        self.image = image
         self.phase = "prepare"
         self.writable: dict[str, str] = {}
         self.upper: int | None = None

@@ -1,4 +1,5 @@
-"""A task's `environment/` folder to an image that the engine has, and to the tree that its workdir starts as.
+"""A task's `environment/` folder, or the image that it names, to an image that the engine has, and to the
+tree that its workdir starts as.
 
 A folder with a Dockerfile is built, under a tag that is the hash of the folder; a folder without one (or with
 nothing but `FROM scratch`) is workspace files over the base image. Invariants: the same folder is built once,
@@ -25,7 +26,7 @@ from agentrl.config import environment
 from agentrl.errors import SandboxError, TaskError
 from envs.sandbox import agent, docker_init, rootfs
 from envs.sandbox.engine import Engine, EngineRefused
-from envs.sandbox.images import Images, changing, folder_digest
+from envs.sandbox.images import Images, changing, checked_name, folder_digest, is_name
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.pressure import Pressure
 
@@ -50,6 +51,19 @@ for name in ("agent.py", "docker_init.py"):
 folders = os.environ.get("PATH", "").split(":")
 sys.exit(0 if any(os.access(folder + "/bash", os.X_OK) for folder in folders) else {_NO_BASH})
 """
+
+
+_RECIPES_OWN = ("COPY failed", "ADD failed", "dockerfile parse", "failed to parse", "unknown instruction")
+"""How the engine begins to say that the Dockerfile is wrong, where no command of it ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What the engine said while it worked, to its error. `recipe`: a command of the Dockerfile failed, or it
+    can not be read; everything else (a registry, a disk, the engine) is none of the task's."""
+
+    words: str
+    recipe: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +107,36 @@ class DockerImages:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def prepare(self, environment_dir: str) -> str:
-        """Returns the folder's digest. See `contract.Backend.prepare`."""
+        """Returns the folder's digest, or that of a named image. See `contract.Backend.prepare`."""
+        if is_name(environment_dir):
+            return await self._prepare_named(checked_name(environment_dir))
         digest = await self._copies.prepare(environment_dir)
         async with self._lock(digest):
             if await self._recall(digest) is None:
                 dockerfile = Path(environment_dir) / "Dockerfile"
                 built = dockerfile.is_file() and not _only_files(dockerfile)
                 image = await (self._build(environment_dir, digest) if built else self._base())
-                prepared = await self._describe(image, files=not built)
-                self._note(digest).parent.mkdir(parents=True, exist_ok=True)
-                _replace(self._note(digest), json.dumps(asdict(prepared)).encode())
-                self._known[digest] = prepared
+                self._keep(digest, await self._describe(image, files=not built))
         return digest
+
+    async def _prepare_named(self, name: str) -> str:
+        """An image by the name that a task gives it: pulled once, then known by its id."""
+        async with self._lock("name " + name):
+            image = await self._named(name)
+        digest = "image:" + image.removeprefix("sha256:")
+        async with self._lock(digest):
+            if await self._recall(digest) is None:
+                self._keep(digest, await self._describe(image, files=False))
+        return digest
+
+    def _keep(self, digest: str, prepared: Prepared) -> None:
+        self._note(digest).parent.mkdir(parents=True, exist_ok=True)
+        _replace(self._note(digest), json.dumps(asdict(prepared)).encode())
+        self._known[digest] = prepared
+
+    def forget(self, digest: str) -> None:
+        """The engine has lost the image: ask it again before it is used."""
+        self._known.pop(digest, None)
 
     async def require(self, digest: str) -> Prepared:
         """What `prepare` noted, also in an earlier process. Raises `SandboxError` image_unknown."""
@@ -165,22 +197,25 @@ class DockerImages:
         return _id(found, name)
 
     async def _pull(self, name: str) -> None:
-        repository, colon, tag = name.rpartition(":")
-        where = (
-            {"fromImage": repository, "tag": tag}
-            if colon and "/" not in tag
-            else {"fromImage": name, "tag": "latest"}
-        )
+        repository, at, exact = name.partition("@")
+        plain, colon, tag = repository.rpartition(":")
+        if at:
+            where = {"fromImage": repository, "tag": exact}
+        elif colon and "/" not in tag:
+            where = {"fromImage": plain, "tag": tag}
+        else:
+            where = {"fromImage": name, "tag": "latest"}
         try:
             problem = await self._follow(
                 "/images/create", where, None, phase="pull", deadline_s=PULL_DEADLINE_S
             )
         except EngineRefused as refused:
-            problem = refused.message
+            problem = _Failed(refused.message, recipe=False)
         if problem is not None:
             raise SandboxError(
-                f"The image {name} could not be pulled: {problem[-WORDS:]}",
-                fix="Pull or import it by hand, or set AGENTRL_DOCKER_BASE to an image that the engine has.",
+                f"The image {name} could not be pulled: {problem.words[-WORDS:]}",
+                fix="Pull or import it by hand, or name one that the engine has (`docker images`): a task's"
+                " environment.docker_image, or AGENTRL_DOCKER_BASE.",
                 code="pull_failed",
                 phase="pull",
             )
@@ -198,7 +233,7 @@ class DockerImages:
             )
         if problem is not None:
             raise SandboxError(
-                f"The base image could not be imported: {problem[-WORDS:]}",
+                f"The base image could not be imported: {problem.words[-WORDS:]}",
                 fix="Set AGENTRL_DOCKER_BASE to an image that the engine has.",
                 code="no_base",
                 phase="prepare",
@@ -220,12 +255,19 @@ class DockerImages:
                         "/build", where, content, phase="build", deadline_s=BUILD_DEADLINE_S
                     )
                 except EngineRefused as refused:
-                    problem = refused.message
-            if problem is not None:
+                    problem = _Failed(refused.message, recipe=refused.status == 400)
+            if problem is not None and problem.recipe:
                 raise TaskError(
-                    f"The Dockerfile of {environment_dir} could not be built: {problem[-WORDS:]}",
+                    f"The Dockerfile of {environment_dir} could not be built: {problem.words[-WORDS:]}",
                     fix="Try it by hand: `docker build` in that folder.",
                     code="build_failed",
+                    phase="build",
+                )
+            if problem is not None:
+                raise SandboxError(
+                    f"The engine broke off the build of {environment_dir}: {problem.words[-WORDS:]}",
+                    fix="Look at the engine's disk and at the registry of the base image, then try again.",
+                    code="build_broken",
                     phase="build",
                 )
             found = await self._engine.image(tag, phase="build")
@@ -239,7 +281,7 @@ class DockerImages:
         *,
         phase: str,
         deadline_s: float,
-    ) -> str | None:
+    ) -> _Failed | None:
         """Read a stream of progress records to its end. Returns the output so far if one of them is an
         error."""
         said: list[str] = []
@@ -253,7 +295,10 @@ class DockerImages:
                     continue
                 said = [*said[-200:], str(record.get("stream", ""))]
                 if "error" in record:
-                    return "".join(said) + str(record["error"])
+                    error = str(record["error"])
+                    ran = bool((record.get("errorDetail") or {}).get("code"))  # exit code of a command
+                    recipe = ran or error.lower().startswith(tuple(map(str.lower, _RECIPES_OWN)))
+                    return _Failed("".join(said) + error, recipe)
         return None
 
     # -- the agent's needs

@@ -1,6 +1,8 @@
 """A task's `environment/` folder to a content-addressed, read-only copy that sandboxes share as their lower
 layer.
 
+A task may name an image in place of such a folder: `is_name` and `checked_name` say what is one.
+
 The image holds the workspace files of the folder (what is under `files/` when that exists, else everything
 but the recipe for a container), laid at the workdir. Invariant: a folder named by a digest is complete and
 never written again, and its content is what the digest was taken of, also when somebody writes into the
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -29,6 +32,56 @@ RECIPES = frozenset(
     }
 )
 """Files of an environment folder that say how to build a container; not part of the workspace."""
+LOW_BYTES = 256 * 1024 * 1024
+"""With less than this free on a disk nothing new is made there: what lives there goes on."""
+_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]*(:[0-9]+)?(/[A-Za-z0-9][A-Za-z0-9._-]*)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?"
+    r"(@sha256:[0-9a-f]{64})?"
+)
+"""Registry and port, repository, tag, digest. Nothing in it leads anywhere else in a URL."""
+
+
+def is_name(wanted: str) -> bool:
+    """Whether what is to be prepared is an image's name, not a folder's path."""
+    return not os.path.isabs(wanted) and not os.path.isdir(wanted)
+
+
+def checked_name(name: str) -> str:
+    """The name of an image. Raises `TaskError` for what is none."""
+    if len(name) > 512 or ".." in name or _NAME.fullmatch(name) is None:
+        raise TaskError(
+            f"{name!r:.200} is no name of an image.",
+            fix="Write environment.docker_image as repository:tag or repository@sha256:…",
+            code="bad_image",
+            phase="prepare",
+        )
+    return name
+
+
+def require_room(folder: Path) -> None:
+    """Raise `SandboxError` when the disk of a folder is nearly full: half an image is worse than none."""
+    why = short_of_room(folder)
+    if why is not None:
+        raise SandboxError(
+            why,
+            fix="Remove images that are no longer used (`docker image prune`, old state folders).",
+            code="disk_pressure",
+            phase="prepare",
+        )
+
+
+def short_of_room(*folders: Path) -> str | None:
+    """Why nothing new should be made on the disks of these folders; None: there is room."""
+    for folder in folders:
+        there = next((p for p in (folder, *folder.parents) if p.is_dir()), folder)
+        try:
+            facts = os.statvfs(there)
+        except OSError:
+            continue  # Not here, or not for us to see.
+        free = facts.f_bavail * facts.f_frsize
+        if free < LOW_BYTES:
+            return f"The disk of {folder} has {free >> 20} MiB left, less than {LOW_BYTES >> 20}."
+    return None
 
 
 def folder_digest(folder: Path) -> str:
@@ -80,6 +133,13 @@ class Images:
             return await asyncio.to_thread(self._copy_environment, Path(environment_dir))
 
     def _copy_environment(self, environment: Path) -> str:
+        if is_name(str(environment)):
+            raise TaskError(
+                f"The image {checked_name(str(environment))} can not be used here: nothing here runs images.",
+                fix="Use the docker or kubernetes backend, or give the task an environment/ folder.",
+                code="image_unsupported",
+                phase="prepare",
+            )
         if not environment.is_dir():
             raise TaskError(
                 f"There is no environment folder {environment}.",
@@ -123,6 +183,7 @@ class Images:
         digest = kind + folder_digest(whole).removeprefix("dir:")
         if self.path(digest).is_dir():
             return digest
+        require_room(self._root)
         building = self._root / f".building-{os.getpid()}-{os.urandom(6).hex()}"
         try:
             self._root.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from agentrl.errors import SandboxError
 from envs.sandbox import rootfs
 from envs.sandbox.docker_images import DockerImages
 from envs.sandbox.engine import Engine, socket_path
-from envs.sandbox.images import Images
+from envs.sandbox.images import Images, checked_name, is_name
 from envs.sandbox.pressure import Pressure
 
 DEFAULT_IMAGE = "python:3.12-slim"
@@ -69,11 +69,18 @@ class KubernetesImages:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def prepare(self, environment_dir: str) -> str:
-        """Returns the folder's digest. See `contract.Backend.prepare`."""
-        digest = await self._copies.prepare(environment_dir)
+        """Returns the folder's digest, or that of a named image. See `contract.Backend.prepare`."""
+        named = is_name(environment_dir)
+        if named:
+            digest = "image:" + hashlib.sha256(checked_name(environment_dir).encode()).hexdigest()
+        else:
+            digest = await self._copies.prepare(environment_dir)
         async with self._locks.setdefault(digest, asyncio.Lock()):
             if digest not in self._known:
-                prepared = await self._find(environment_dir, digest)
+                if named:  # The cluster pulls it; that its content stays the same is seen to at each start.
+                    prepared = Prepared(image=environment_dir, files=False)
+                else:
+                    prepared = await self._find(environment_dir, digest)
                 note = self._note(digest)
                 await asyncio.to_thread(_write, note, json.dumps(asdict(prepared)).encode())
                 self._known[digest] = prepared
