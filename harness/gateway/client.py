@@ -25,7 +25,7 @@ import httpx
 import pydantic
 
 from agentrl.config import environment
-from agentrl.errors import AgentRLError, ConfigError, SandboxError
+from agentrl.errors import AgentRLError, ConfigError, EvidenceError, SandboxError
 from agentrl.inference.connections import Connections, NotConnected, TransportError
 from agentrl.types import Fault, Limits, Observation, Termination, Verdict, from_json, to_dict
 from envs.evidence import Admission
@@ -85,7 +85,10 @@ def _conversation(call: Call[T], build: Callable[[Call[T]], httpx.Request]) -> _
                 wait = 0.0
                 cause = "the gateway is still at it"
             elif got.status_code < 400:
-                return call.read(got)
+                try:
+                    return call.read(got)
+                except (ValueError, TypeError, EvidenceError) as error:
+                    raise _unreadable(call, got) from error
             else:
                 after = got.headers.get("retry-after")
                 if after is None and got.status_code not in (502, 504):
@@ -105,6 +108,18 @@ def _conversation(call: Call[T], build: Callable[[Call[T]], httpx.Request]) -> _
         if wait:
             yield _Pause(wait * random.uniform(0.8, 1.2))
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _unreadable(call: Call[Any], response: httpx.Response) -> SandboxError:
+    """For a success that is no answer of a gateway: a page of some proxy, or half of one."""
+    return SandboxError(
+        f"{call.method} {call.path}: the answer {response.status_code} is not a gateway's.",
+        fix="Is the URL a gateway's, of this version, with nothing in between that answers itself?",
+        owner="gateway",
+        code="gateway_answer",
+        phase="gateway",
+        evidence={"answer": response.content[:200].decode("utf-8", "backslashreplace")},
+    )
 
 
 def _seconds(text: str | None, otherwise: float) -> float:

@@ -22,6 +22,10 @@ MAX_EXEC_S = 3600.0
 MAX_WAIT_S = 60.0
 """Longest a request is held open; what takes longer answers 202 and is asked again under the same key."""
 MAX_SNAPSHOT_S = 30 * 86_400.0
+MAX_EPOCH = (1 << 53) - 1
+"""Highest epoch of a lease: what every JSON reader and every store takes as a whole number."""
+FAULT_CHARS = 200
+"""Longest code and phase of a fault."""
 COMMAND_CHARS = 1 << 17
 """Longest command: what Linux takes as one argument."""
 
@@ -134,7 +138,7 @@ class LeaseRequest(_Wire):
 
     model_config = _example(epoch=1, ttl_s=120.0)
 
-    epoch: Annotated[int, Field(ge=1)]
+    epoch: Annotated[int, Field(ge=1, le=MAX_EPOCH)]
     ttl_s: Annotated[float, Field(gt=0, le=3600)]
 
 
@@ -346,6 +350,15 @@ class FinalizeBody(_Wire):
 
     termination: Termination
     fault: Fault | None = None
+
+    @model_validator(mode="after")
+    def _plain_fault(self) -> FinalizeBody:
+        if self.fault is not None:
+            for name in ("code", "phase"):
+                text: str = getattr(self.fault, name)
+                if len(text) > FAULT_CHARS or not text.isprintable():
+                    raise ValueError(f"fault.{name}: at most {FAULT_CHARS} printable characters")
+        return self
 
 
 class AdmissionRequest(_Wire):

@@ -26,6 +26,7 @@ from agentrl.store import TenantRow
 from agentrl.types import Action, Observation, Task, Verdict, to_json
 from envs import grading
 from envs.evidence import Admission
+from envs.sandbox.contract import NotRegular
 from harness.gateway import wire
 from services.gateway.core import Gateway, Live
 from services.gateway.limits import MAX_FILE_BYTES, LimitBody
@@ -47,7 +48,10 @@ FilePath = Annotated[
     str, Query(min_length=1, max_length=PATH_CHARS, description="Relative to the task's workdir.")
 ]
 Epoch = Annotated[
-    int | None, Header(ge=1, description="Refuse the request (409) when a higher epoch holds the session.")
+    int | None,
+    Header(
+        ge=1, le=wire.MAX_EPOCH, description="Refuse the request (409) when a higher epoch holds the session."
+    ),
 ]
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": wire.ErrorBody, "description": about}
@@ -548,6 +552,9 @@ def _inside(path: str) -> str:
 async def _of_file(gateway: Gateway, one: Live, what: str, path: str, work: Any) -> Any:
     try:
         return await gateway.once(one, what, work)
+    except NotRegular as error:
+        why = f"{path} is a pipe, a socket or a device."
+        raise Refused(409, "not_regular", why, fix="Look at it with exec.") from error
     except FileNotFoundError as error:
         raise Refused(404, "no_file", f"There is no {path}.", fix="Look with GET …/diff or ls.") from error
     except PermissionError as error:

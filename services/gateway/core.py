@@ -22,7 +22,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -45,12 +45,21 @@ from envs import grading
 from envs.admission import admit
 from envs.evidence import Admission, fault_of
 from envs.sandbox.adoption import Adopting
-from envs.sandbox.contract import Backend, ExecResult, FileChange, Isolation, Mount, Sandbox
+from envs.sandbox.contract import (
+    Backend,
+    ExecResult,
+    Expired,
+    FileChange,
+    Isolation,
+    Mount,
+    Sandbox,
+    Short,
+)
 from envs.sandbox.diff import DiffTooLarge
 from envs.sandbox.warm import PoolState, Warming
 from envs.session import Session, prepare
 from envs.tasks import archive
-from envs.tasks.package import load_suite
+from envs.tasks.package import load_task
 from harness.gateway import wire
 from services.gateway.journal import Journal
 from services.gateway.limiters import Limiters
@@ -78,6 +87,8 @@ FOLLOW_PAUSE_S = 0.05
 """Between two looks at a command that has said nothing new."""
 KEPT_RESULTS = 32
 """Results of a session that can be asked for again; an older one is forgotten, but never run twice."""
+ADMISSION_FRESH_S = 30 * 86_400.0
+"""A task is validated again after this: what passed once may depend on a date."""
 KEPT_ENDED = 2048
 """Ended sessions kept in memory; older ones are read from the store."""
 TENANTS_FRESH_S = 5.0
@@ -117,10 +128,24 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Operation:
-    """Something asked for under a key. `task` None: its result is forgotten."""
+class _Gathering:
+    """A group on its way to be whole."""
 
-    digest: str
+    size: int
+    claims: list[Claim]
+
+    @property
+    def present(self) -> list[Claim]:
+        """Of members that still wait."""
+        return [claim for claim in self.claims if not claim.released]
+
+
+@dataclass(slots=True)
+class Operation:
+    """Something asked for under a key. `task` None: its result is forgotten; `digest` None: what was asked is
+    not known here."""
+
+    digest: str | None
     task: asyncio.Task[Any] | None
 
 
@@ -137,6 +162,7 @@ class Live:
     """None after a restart, until its tenant asks for something: it is made from the token."""
     created_at: float
     queue_until: float
+    """Of the gateway's steady clock, like `lease_until`: who sets the machine's clock ends no session."""
     claim: Claim
     lease_ttl_s: float
     lease_until: float
@@ -154,6 +180,8 @@ class Live:
     driver: asyncio.Task[None] | None = None
     finalizing: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
+    end_mark: int | None = None
+    """Where its terminal record is in the log of this process."""
     operations: dict[tuple[str, str], Operation] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -230,7 +258,10 @@ class Gateway:
         settings: Settings | None = None,
         uploads: Path | None = None,
         clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock` says what time it is, for deadlines and records; `steady` how much time passes, for leases
+        and patience: nobody sets it."""
         self.settings = settings or Settings()
         self.backend = backend
         self.tasks = {task.id: task for task in tasks}
@@ -241,14 +272,17 @@ class Gateway:
         self.leaked = 0
         self._store = store
         self._clock = clock
+        self._steady = steady
         self._journal: Journal | None = None
         self._live: dict[str, Live] = {}
         self._by_key: dict[tuple[str, str], Live] = {}
-        self._gathering: dict[tuple[str, str], list[Claim]] = {}
-        """Members that wait for the rest of their group."""
+        self._gathering: dict[tuple[str, str], _Gathering] = {}
+        """Groups some of whose members wait for the rest."""
         self._gathered: dict[tuple[str, str], float] = {}
         """Groups that were complete once, and since when (monotonic): a later member goes alone."""
         self._admissions: dict[str, asyncio.Task[Admission]] = {}
+        self._admissions_at: dict[str, float] = {}
+        """Since when they are known (steady)."""
         self._tenants: dict[str, TenantRow] = {}
         self._tenants_at = float("-inf")
         self._background: set[asyncio.Task[Any]] = set()
@@ -278,8 +312,8 @@ class Gateway:
             clock=self._clock,
         )
         await self._load_tenants()
-        if self._uploads is not None and any(self._uploads.glob("*/task.toml")):
-            for task in await asyncio.to_thread(load_suite, self._uploads):
+        if self._uploads is not None:
+            for task in await asyncio.to_thread(_uploaded, self._uploads):
                 self.tasks.setdefault(task.id, task)
         if isinstance(self.backend, Adopting):
             self.backend.outlive(self._owner())
@@ -304,9 +338,14 @@ class Gateway:
     async def _recover(self, row: SessionRow) -> None:
         """One session of an earlier epoch."""
         seq = len(await asyncio.to_thread(self._store.session_log, row.id))
-        request = wire.OpenRequest.model_validate_json(row.body)
+        try:
+            request = wire.OpenRequest.model_validate_json(row.body)
+            was = State(row.state)
+        except ValueError as error:  # of another version of this program, or damaged
+            log.error("session %s can not be read: %s", row.id, error)
+            self._bury(row, seq, "its request can not be read any more")
+            return
         task = self.tasks.get(row.task_id)
-        was = State(row.state)
         if task is None or task.revision != row.task_revision or row.tenant not in self._tenant_names():
             self._bury(row, seq, "its task or its tenant is no longer here")
             return
@@ -315,8 +354,8 @@ class Gateway:
         note = f"restart: was {was} in epoch {row.epoch}"
         try:  # whatever the log says last: its newest lines may have been lost with the process
             live.session = await self._adopted(live)
-        except (BoundaryError, OSError) as error:
-            log.error("session %s could not be adopted: %s", live.id, error)
+        except Exception as error:  # the boundary of an adoption: one that fails is a session lost, not all
+            log.error("session %s could not be adopted: %s: %s", live.id, type(error).__name__, error)
         if live.session is None and was in (State.QUEUED, State.ADMITTED):
             if was is not State.QUEUED:
                 self._move(live, State.QUEUED, note=note)
@@ -348,7 +387,7 @@ class Gateway:
                 _Observed(self, live),
                 sandbox,
                 session_id=live.id,
-                admission=await self._stored_admission(live.task),
+                admission=await self._stored_admission(live.task, old=True),
             )
         except BaseException:
             await sandbox.close()
@@ -365,7 +404,8 @@ class Gateway:
         gateway its holder is not to blame."""
         if request.limits is not None:
             task = replace(task, limits=request.limits)
-        now = self._clock()
+        now = self._steady()
+        patience_s = min(row.created_at + request.queue_timeout_s - self._clock(), request.queue_timeout_s)
         claim = self.slots.claim(row.tenant, slots=1, memory_mib=task.sandbox.memory_mib)
         live = Live(
             id=row.id,
@@ -375,7 +415,7 @@ class Gateway:
             task=task,
             signing_key=None,
             created_at=row.created_at,
-            queue_until=max(row.created_at + request.queue_timeout_s, now + 1.0),
+            queue_until=now + max(patience_s, 1.0),
             claim=claim,
             lease_ttl_s=request.lease_ttl_s,
             lease_until=now + request.lease_ttl_s,
@@ -513,6 +553,16 @@ class Gateway:
             task = await asyncio.to_thread(archive.unpack, data, self._uploads)
         except TaskError as error:
             raise Refused(422, error.code, error.message, fix=error.fix or "Correct the package.") from error
+        except OSError as error:
+            raise Refused(
+                503,
+                "uploads_disk",
+                f"The package could not be kept: {error.strerror or type(error).__name__}.",
+                fix="Look at the disk of the gateway's --uploads folder.",
+                owner="gateway",
+                retryable=True,
+                retry_after_s=10.0,
+            ) from error
         known = self.tasks.setdefault(task.id, task)
         if known.revision != task.revision:
             await asyncio.to_thread(shutil.rmtree, task.path, True)
@@ -535,19 +585,28 @@ class Gateway:
         """The proof that a task can be graded here: stored, or made now; once for all who ask at the same
         time. Raises `BoundaryError`."""
         made = self._admissions.get(task.id)
-        if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
+        now = self._steady()
+        if (
+            made is None
+            or (made.done() and (made.cancelled() or made.exception() is not None))
+            or (made.done() and now - self._admissions_at[task.id] > ADMISSION_FRESH_S)
+        ):
             made = self._admissions[task.id] = asyncio.create_task(self._admit(tenant, task))
+            self._admissions_at[task.id] = now
             made.add_done_callback(_retrieved)
         return await asyncio.shield(made)
 
-    async def _stored_admission(self, task: Task) -> Admission | None:
+    async def _stored_admission(self, task: Task, *, old: bool) -> Admission | None:
+        """What an earlier validation found, here or elsewhere. `old`: however long ago that was."""
         row = await asyncio.to_thread(self._store.admission, task.id, task.revision)
-        if row is not None and row.facts.get("backend") == self.backend.name:
-            return from_dict(Admission, dict(row.facts))
-        return None
+        if row is None or row.facts.get("backend") != self.backend.name:
+            return None
+        if not old and self._clock() - row.at > ADMISSION_FRESH_S:
+            return None
+        return from_dict(Admission, dict(row.facts))
 
     async def _admit(self, tenant: str, task: Task) -> Admission:
-        stored = await self._stored_admission(task)
+        stored = await self._stored_admission(task, old=self.settings.admission == "stored")
         if stored is not None:
             return stored
         if self.settings.admission == "stored":
@@ -623,7 +682,7 @@ class Gateway:
                 created_at=live.created_at,
                 state=State.QUEUED,
                 lease_epoch=live.lease_epoch,
-                lease_until=live.lease_until,
+                lease_until=self._wall(live.lease_until),
             )
         )
         self._line(live, None, None, "")
@@ -671,7 +730,7 @@ class Gateway:
                 f"This can never be admitted together: {why}.",
                 fix="Use a smaller group_size, or give the gateway or the tenant more.",
             )
-        if self.slots.waiting(tenant.name) >= tenant.max_queue:
+        if self._crowded(tenant, request):
             raise Refused(
                 429,
                 "queue_full",
@@ -689,29 +748,56 @@ class Gateway:
             task=task,
             signing_key=wire.signing_key(token),
             created_at=now,
-            queue_until=now + request.queue_timeout_s,
+            queue_until=self._steady() + request.queue_timeout_s,
             claim=self.slots.claim(tenant.name, slots=1, memory_mib=task.sandbox.memory_mib),
             lease_ttl_s=request.lease_ttl_s,
-            lease_until=now + request.lease_ttl_s,
+            lease_until=self._steady() + request.lease_ttl_s,
         )
+
+    def _group(self, tenant: str, request: wire.OpenRequest) -> tuple[str, str] | None:
+        """The group whose other members a request waits for; None: it goes alone."""
+        if request.group_id is None or request.group_size == 1:
+            return None
+        key = (tenant, request.group_id)
+        return None if key in self._gathered else key
+
+    def _crowded(self, tenant: TenantRow, request: wire.OpenRequest) -> bool:
+        """Whether the tenant's queue has no place left. The first member of a group takes places for all of
+        it: groups that each wait for a member without one would wait for ever. Raises `Refused`."""
+        key = self._group(tenant.name, request)
+        if key is not None and request.group_size > tenant.max_queue:
+            raise Refused(
+                422,
+                "never_fits",
+                f"A group of {request.group_size} never fits a queue of {tenant.max_queue}.",
+                fix="Use a smaller group_size, or give the tenant a longer queue.",
+            )
+        groups = {k: g for k, g in self._gathering.items() if k[0] == tenant.name and g.present}
+        if key is not None and key in groups:
+            if groups[key].size != request.group_size:
+                raise Refused(
+                    409,
+                    "other_group_size",
+                    f"Group {key[1]} waits for {groups[key].size} members, not {request.group_size}.",
+                    fix="Give every member of a group the same group_size, or another group_id.",
+                )
+            return False
+        taken = self.slots.waiting(tenant.name) + sum(g.size - len(g.present) for g in groups.values())
+        return taken + (1 if key is None else request.group_size) > tenant.max_queue
 
     def _enqueue(self, live: Live) -> None:
         """Alone, or with its group once all members are there."""
-        group, size = live.request.group_id, live.request.group_size
-        if group is None or size == 1:
+        key = self._group(live.tenant, live.request)
+        if key is None:
             self.slots.queue([live.claim])
             return
-        key = (live.tenant, group)
-        if key in self._gathered:
-            self.slots.queue([live.claim])
-            return
-        present = [claim for claim in self._gathering.pop(key, []) if not claim.released]
-        present.append(live.claim)
-        if len(present) >= size:
+        known = self._gathering.pop(key, None)
+        present = [*([] if known is None else known.present), live.claim]
+        if len(present) >= live.request.group_size:
             self._gathered[key] = time.monotonic()
             self.slots.queue(present)
         else:
-            self._gathering[key] = present
+            self._gathering[key] = _Gathering(live.request.group_size, present)
 
     async def _drive(self, live: Live) -> None:
         """From the queue to ready."""
@@ -795,7 +881,7 @@ class Gateway:
                 code=code,
                 note=note,
                 lease_epoch=live.lease_epoch,
-                lease_until=live.lease_until,
+                lease_until=self._wall(live.lease_until),
                 ended=live.ended,
                 verdict=to_json(live.verdict).decode() if live.ended and live.verdict is not None else None,
             )
@@ -832,9 +918,19 @@ class Gateway:
             live.signing_key = wire.signing_key(token)
         if live.session is not None and live.session.signing_key is None:
             live.session.signing_key = live.signing_key
-        if live.ended and live.ending is not None:  # an end is told when it is durable
+        if live.ended and live.ending is not None:
             await asyncio.shield(live.ending)
+            await self._durable(live)
         return live
+
+    async def _durable(self, live: Live, within_s: float | None = None) -> None:
+        """An end is told when it is in the log. Raises `StoreError`: it is not yet; ask again."""
+        if live.end_mark is not None:
+            await self._written().flushed(within_s, mark=live.end_mark)
+
+    def _wall(self, steady: float) -> float:
+        """A moment of the steady clock in Unix seconds, as the machine's clock says now."""
+        return self._clock() + steady - self._steady()
 
     def _hold(self, live: Live, epoch: int | None) -> None:
         if epoch is not None and epoch < live.lease_epoch:
@@ -844,7 +940,7 @@ class Gateway:
                 f"Session {live.id} is held under epoch {live.lease_epoch}, not {epoch}.",
                 fix="Someone took it over; leave it to them, or lease it with a higher epoch.",
             )
-        live.lease_until = max(live.lease_until, self._clock() + live.lease_ttl_s)
+        live.lease_until = max(live.lease_until, self._steady() + live.lease_ttl_s)
         self._tell_lease(live)
 
     @contextmanager
@@ -860,14 +956,16 @@ class Gateway:
     def _tell_lease(self, live: Live) -> None:
         """The sandbox itself must know until when it is held, should this process end; to a tenth."""
         if live.session is not None and abs(live.lease_until - live.lease_told) > live.lease_ttl_s / 10:
-            live.session.lease(max(0.1, live.lease_until - self._clock()))
+            live.session.lease(max(0.1, live.lease_until - self._steady()))
             live.lease_told = live.lease_until
 
     def _remembered(self, row: SessionRow) -> Live:
         """An ended session from the store. What was ended by a restart is signed when its tenant asks."""
-        request = wire.OpenRequest.model_validate_json(row.body)
         task = self.tasks.get(row.task_id)
-        if row.ended_at is None or row.verdict is None or task is None:
+        request: wire.OpenRequest | None = None
+        with suppress(ValueError):  # else it is of another version of this program
+            request = wire.OpenRequest.model_validate_json(row.body)
+        if row.ended_at is None or row.verdict is None or task is None or request is None:
             raise Refused(
                 409,
                 "elsewhere",
@@ -884,10 +982,10 @@ class Gateway:
             task=task,
             signing_key=None,
             created_at=row.created_at,
-            queue_until=row.created_at,
+            queue_until=self._steady(),
             claim=claim,
             lease_ttl_s=request.lease_ttl_s,
-            lease_until=row.lease_until,
+            lease_until=self._steady() + row.lease_until - self._clock(),
             lease_epoch=row.lease_epoch,
             state=State(row.state),
             verdict=from_json(Verdict, row.verdict),
@@ -899,7 +997,7 @@ class Gateway:
         self._hold(live, request.epoch)
         live.lease_epoch = request.epoch
         live.lease_ttl_s = request.ttl_s
-        live.lease_until = self._clock() + request.ttl_s
+        live.lease_until = self._steady() + request.ttl_s
         self._tell_lease(live)
 
     def _alive(self, live: Live) -> None:
@@ -931,7 +1029,10 @@ class Gateway:
 
     def lease_view(self, live: Live) -> wire.LeaseView:
         return wire.LeaseView(
-            epoch=live.lease_epoch, ttl_s=live.lease_ttl_s, until=live.lease_until, gateway_epoch=self.epoch
+            epoch=live.lease_epoch,
+            ttl_s=live.lease_ttl_s,
+            until=self._wall(live.lease_until),
+            gateway_epoch=self.epoch,
         )
 
     async def settled(self, live: Live, wait_s: float) -> None:
@@ -979,7 +1080,12 @@ class Gateway:
             return replace(seen, queue_ms=(seen.queue_ms or 0.0) + queue_ms)
 
         what = action.tool if action.tool in live.task.tools else "unknown_tool"
-        body = json.dumps([action.tool, action.arguments], sort_keys=True).encode()
+        try:
+            body = json.dumps([action.tool, action.arguments], sort_keys=True).encode()
+        except RecursionError as error:
+            raise Refused(
+                422, "malformed", "The arguments are nested too deeply.", fix="Nest them less."
+            ) from error
         seen: Observation | None = await self._result(
             live, self._operation(live, ("call", call_id), body, what, work), wait_s
         )
@@ -987,16 +1093,22 @@ class Gateway:
 
     async def exec(self, live: Live, body: wire.ExecBody, *, wait_s: float) -> wire.ExecView | None:
         """A command; None: not done yet."""
+        return await self._exec(live, body, body.model_dump_json().encode(), wait_s=wait_s)
 
+    async def _exec(
+        self, live: Live, body: wire.ExecBody, said: bytes | None, *, wait_s: float
+    ) -> wire.ExecView | None:
         async def work(session: Session, queue_ms: float) -> wire.ExecView:
             began = time.monotonic()
-            result: ExecResult = await session.exec(body.request(live.id))
+            try:
+                result: ExecResult = await session.exec(body.request(live.id))
+            except Expired as error:
+                raise _forgotten() from error
             self.limiters.ran(began, status=result.status, own_ms=result.wall_ms + result.queue_ms)
             return wire.ExecView.of(result, exec_id=body.exec_id, queue_ms=queue_ms)
 
-        digest = body.model_dump_json().encode()
         view: wire.ExecView | None = await self._result(
-            live, self._operation(live, ("exec", body.exec_id), digest, "exec", work), wait_s
+            live, self._operation(live, ("exec", body.exec_id), said, "exec", work), wait_s
         )
         return view
 
@@ -1005,7 +1117,7 @@ class Gateway:
         known = self._sent(live, exec_id)
         if known is None:
             again = wire.ExecBody(exec_id=exec_id, argv=("true",), timeout_s=wire.MAX_EXEC_S)
-            return await self.exec(live, again, wait_s=wait_s)  # the sandbox knows it, and answers as then
+            return await self._exec(live, again, None, wait_s=wait_s)  # the sandbox answers as it did then
         view: wire.ExecView | None = await self._result(live, known, wait_s)
         return view
 
@@ -1144,14 +1256,16 @@ class Gateway:
         self,
         live: Live,
         key: tuple[str, str],
-        body: bytes,
+        body: bytes | None,
         what: str,
         work: Callable[[Session, float], Awaitable[Any]],
     ) -> Operation:
-        digest = hashlib.sha256(body).hexdigest()
+        """The one of this key, begun now if it is new. `body` None: what it was asked was said to another
+        process."""
+        digest = None if body is None else hashlib.sha256(body).hexdigest()
         known = live.operations.get(key)
         if known is not None:
-            if known.digest != digest:
+            if None not in (known.digest, digest) and known.digest != digest:
                 raise Refused(
                     409,
                     f"{key[0]}_id_reused",
@@ -1193,12 +1307,7 @@ class Gateway:
 
     async def _result(self, live: Live, operation: Operation, wait_s: float) -> Any:
         if operation.task is None:
-            raise Refused(
-                410,
-                "forgotten",
-                "This was done long ago and its result is no longer kept.",
-                fix="Use a new id.",
-            )
+            raise _forgotten()
         if not operation.task.done():
             await asyncio.wait({operation.task}, timeout=wait_s)
         if not operation.task.done():
@@ -1206,6 +1315,7 @@ class Gateway:
         if operation.task.cancelled():
             if live.ending is not None:
                 await asyncio.wait({live.ending}, timeout=wait_s)
+                await self._durable(live)
             raise Over(live.state, live.fault)
         return operation.task.result()
 
@@ -1301,6 +1411,12 @@ class Gateway:
                 live.ending.result()
         if not live.ended or (live.ending is not None and not live.ending.done()):
             return None
+        try:
+            await self._durable(live, wait_s)
+        except StoreError:
+            if self._written().trouble is not None:
+                raise
+            return None
         assert live.verdict is not None
         return live.verdict
 
@@ -1350,6 +1466,7 @@ class Gateway:
                 State.CANCELLED,
                 self._own("cancelled", "The caller deleted the session.", retryable=True),
             )
+        await self._durable(live)
 
     async def _end(self, live: Live, state: State, fault: Fault) -> None:
         await asyncio.shield(self._begin_end(live, state, fault))
@@ -1375,11 +1492,11 @@ class Gateway:
                 state = State.DONE
         live.verdict = verdict
         self._move(live, state, verdict.fault)
+        live.end_mark = self._written().mark
         self.metrics.ended(state, verdict.fault, live.task.id)
         closing = asyncio.create_task(self._close(live))
         self._background.add(closing)
         closing.add_done_callback(self._background.discard)
-        await self._written().flushed()
 
     async def _interrupt(self, live: Live) -> None:
         """Cancel whatever is done for the session and wait until it stopped."""
@@ -1446,13 +1563,13 @@ class Gateway:
         """End what has outlived its lease, its deadline or its patience in the queue."""
         while True:
             await asyncio.sleep(self.settings.reap_every_s)
-            now = self._clock()
             for live in list(self._live.values()):
                 if live.ended or live.ending is not None:
                     continue
-                why = self._overdue(live, now)
+                why = self._overdue(live)
                 if why is not None:
                     self._begin_end(live, State.EXPIRED, why)
+            self._look_for_room()
             if time.monotonic() - self._swept_at > SWEEP_EVERY_S:
                 self._swept_at = time.monotonic()
                 sweeping = asyncio.create_task(self._sweep())
@@ -1460,11 +1577,15 @@ class Gateway:
                 sweeping.add_done_callback(self._background.discard)
             old = time.monotonic() - GROUP_REMEMBERED_S
             self._gathered = {key: at for key, at in self._gathered.items() if at > old}
-            self._gathering = {
-                key: claims
-                for key, claims in self._gathering.items()
-                if not all(claim.released for claim in claims)
-            }
+            self._gathering = {key: group for key, group in self._gathering.items() if group.present}
+
+    def _look_for_room(self) -> None:
+        """While the backend is short of room nobody new is admitted; who waits and who lives goes on."""
+        short = self.backend.short_of() if isinstance(self.backend, Short) else None
+        if short is not None and self.slots.paused is None:
+            self.slots.pause(f"disk_pressure: {short}")
+        elif short is None and (self.slots.paused or "").startswith("disk_pressure"):
+            self.slots.resume()
 
     async def _sweep(self) -> None:
         try:
@@ -1472,9 +1593,9 @@ class Gateway:
         except StoreError as error:
             log.error("expired snapshots are not removed, and will be later: %s", error)
 
-    def _overdue(self, live: Live, now: float) -> Fault | None:
-        deadline = live.request.deadline_at
-        if deadline is not None and now >= deadline:
+    def _overdue(self, live: Live) -> Fault | None:
+        deadline, now = live.request.deadline_at, self._steady()
+        if deadline is not None and self._clock() >= deadline:
             return self._own("deadline", f"deadline_at passed while {live.state}.", retryable=False)
         if live.state is State.QUEUED and now >= live.queue_until:
             return Fault(
@@ -1501,6 +1622,27 @@ class Gateway:
 
     def _bug(self, error: Exception) -> Fault:
         return self._own("internal", f"{type(error).__name__}: {error}", retryable=True)
+
+
+def _uploaded(folder: Path) -> list[Task]:
+    """The packages that tenants gave, the oldest first. One that can not be read is left out: it is one
+    tenant's, and the gateway is everybody's."""
+    found = []
+    for file in sorted(folder.glob("*/task.toml"), key=lambda file: file.stat().st_mtime):
+        try:
+            found.append(load_task(file.parent))
+        except (TaskError, OSError) as error:
+            log.error("an uploaded package is left out: %s", error)
+    return found
+
+
+def _forgotten() -> Refused:
+    return Refused(
+        410,
+        "forgotten",
+        "This was done long ago and its result is no longer kept.",
+        fix="Use a new id.",
+    )
 
 
 def _silent(live: Live) -> Fault:

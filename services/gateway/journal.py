@@ -55,18 +55,25 @@ class Journal:
         self._noted += 1
         self._changed.set()
 
-    async def flushed(self, deadline_s: float = FLUSH_DEADLINE_S) -> None:
-        """Wait until everything noted so far is durable.
+    @property
+    def mark(self) -> int:
+        """Where the log is now, for `flushed`: the lines noted so far."""
+        return self._noted
+
+    async def flushed(self, deadline_s: float | None = None, *, mark: int | None = None) -> None:
+        """Wait until everything noted so far, or up to the mark, is durable. Default: `FLUSH_DEADLINE_S`.
 
         Raises:
             StoreError: it is not, within the deadline, or never will be.
         """
-        if self._written >= self._noted:
+        mark = self._noted if mark is None else mark
+        deadline_s = FLUSH_DEADLINE_S if deadline_s is None else deadline_s
+        if self._written >= mark:
             return
         if self.superseded:
             raise StoreError(self.trouble or "superseded", fix="Use the newer gateway.")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((self._noted, done))
+        self._waiters.append((mark, done))
         self._awaited.set()
         try:
             async with asyncio.timeout(deadline_s):

@@ -13,6 +13,8 @@ from harness.gateway.wire import Limited, LimiterView
 from services.gateway.states import State
 
 RECENT = 200
+MOST_CODES = 200
+"""Of faults, as labels: callers make up codes of their own, and every label is kept for ever."""
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -28,6 +30,7 @@ class Metrics:
             ["state", "owner", "code"],
             registry=self.registry,
         )
+        self._codes: set[str] = set()
         self._adopted = Counter(
             "agentrl_sessions_adopted",
             "Sessions of an earlier epoch that went on after a restart.",
@@ -109,7 +112,7 @@ class Metrics:
         self._states.labels(state=str(after)).inc()
 
     def ended(self, state: State, fault: Fault | None, task_id: str) -> None:
-        owner, code = ("", "") if fault is None else (fault.owner, fault.code)
+        owner, code = ("", "") if fault is None else (fault.owner, self._code(fault.code))
         self._ended.labels(state=str(state), owner=owner, code=code).inc()
         if state is State.CANCELLED:  # its caller did not want it: that says nothing of how attempts end
             return
@@ -118,6 +121,12 @@ class Metrics:
         self._masked_rate.set(sum(self._recent) / len(self._recent))
         if masked:
             self._masked.labels(task=task_id).inc()
+
+    def _code(self, code: str) -> str:
+        if code not in self._codes and len(self._codes) >= MOST_CODES:
+            return "other"
+        self._codes.add(code)
+        return code
 
     def adopted(self) -> None:
         self._adopted.inc()

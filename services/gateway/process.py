@@ -6,6 +6,7 @@ SIGTERM and Ctrl-C: no new requests, sessions end with a terminal record, sandbo
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import signal
 import socket
@@ -29,6 +30,8 @@ from services.gateway.core import Gateway, Settings
 GRACE_S = 5
 """For requests under way when the process is told to stop."""
 BACKLOG = 2048
+NAME_CHARS = 100
+"""Longest name of a tenant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,13 @@ def serve(
                 fix=f"Make one: agentrl serve tenant NAME --store {store_url}",
             )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        try:
+            listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"The gateway can not listen on {host}:{port}: {error.strerror}.",
+                fix="Choose another --host or --port; --port 0 takes a free one.",
+            ) from error
         place = checked(backend_name, state_dir)
         keep_warm(place, warm)
         gateway = Gateway(store=store, backend=place, tasks=suite, settings=settings, uploads=uploads)
@@ -120,7 +129,18 @@ def _authority(host: str, listening: socket.socket) -> str:
 
 
 def add_tenant(store_url: str, name: str, *, weight: float, max_sessions: int, max_queue: int) -> str:
-    """Make a tenant, or give it a new token and limits. Returns the token: it is stored nowhere."""
+    """Make a tenant, or give it a new token and limits. Returns the token: it is stored nowhere. Raises
+    `ConfigError` for a name or a weight that nobody could be served by."""
+    if not 0 < len(name) <= NAME_CHARS or not name.isprintable() or name != name.strip():
+        raise ConfigError(
+            f"{name!r:.300} is no name of a tenant.",
+            fix=f"Use 1 to {NAME_CHARS} printable characters, none of them a space at an end.",
+        )
+    if not (math.isfinite(weight) and weight > 0 and max_sessions > 0 and max_queue > 0):
+        raise ConfigError(
+            f"Tenant {name}: weight {weight:g}, {max_sessions} sessions and {max_queue} waiting can not be.",
+            fix="Give finite numbers above 0.",
+        )
     token = secrets.token_urlsafe(32)
     with Store.open(store_url) as store:
         store.add_tenant(

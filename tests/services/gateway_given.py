@@ -288,12 +288,15 @@ async def world(
     *,
     backend: MemoryBackend | None = None,
     clock: Any = None,
+    steady: Any = None,
     uploads: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
+    """A `clock` is also the steady one, unless that is given."""
     place = backend or MemoryBackend()
     values = {"slots": 4, "permits": 2, "verify": 1, "creates": 2, "reap_every_s": 0.01, **settings}
-    more: dict[str, Any] = {"uploads": uploads} | ({} if clock is None else {"clock": clock})
+    more: dict[str, Any] = {"uploads": uploads}
+    more |= {} if clock is None else {"clock": clock, "steady": steady or clock}
     gateway = Gateway(store=store, backend=place, tasks=tasks, settings=Settings(**values), **more)
     await gateway.start()
     transport = httpx.ASGITransport(create_app(gateway, own=False))

@@ -261,6 +261,23 @@ def test_a_gateway_that_is_not_there_is_the_gateways_fault_after_the_deadline() 
     assert (away.value.owner, away.value.code) == ("gateway", "gateway_no_answer")
 
 
+@pytest.mark.parametrize(
+    "answer", [b"<html>Sign in</html>", b"", b"{", b"[]", b'{"id": 3}', b"null", b'"\xff"']
+)
+def test_an_answer_that_is_no_gateways_is_the_gateways_fault_and_never_a_record(answer: bytes) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=answer))
+    with Client("http://portal", token="t", transport=transport) as client:
+        for call in (
+            calls.capacity(),
+            calls.session("s-1"),
+            calls.finalize("s-1", termination=Termination.FINISHED, fault=None, deadline_s=1),
+            calls.tool("s-1", "bash", call_id="1", action_id="1", arguments={}, deadline_s=1),
+        ):
+            with pytest.raises(SandboxError) as odd:
+                client.send(call)
+            assert (odd.value.owner, odd.value.code) == ("gateway", "gateway_answer")
+
+
 def test_every_documented_request_works_as_its_example_says(tmp_path: Path) -> None:
     """Each operation of the OpenAPI page, with the example that stands there, gives a documented success."""
     task = task_at(tmp_path / "cart", "cart")
