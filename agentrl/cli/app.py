@@ -841,13 +841,17 @@ def doctor(json: Json = False) -> None:
     epilog=examples(
         "agentrl conform --backend docker",
         "agentrl conform --backend mypackage.sandboxes:make_backend",
+        "agentrl conform --backend sandboxes.py:make_backend",
         "agentrl conform --backend local --only signal --json",
     ),
 )
 @guarded
 def conform(
     backend: Annotated[
-        str, typer.Option(help="local, plain, docker, kubernetes, or PACKAGE.MODULE:FACTORY of your own.")
+        str,
+        typer.Option(
+            help="local, plain, docker, kubernetes, or your own: PACKAGE.MODULE:FACTORY, FILE.py:FACTORY."
+        ),
     ],
     only: Annotated[str, typer.Option(help="Only promises whose name contains this.")] = "",
     state_dir: Annotated[
@@ -929,7 +933,13 @@ def bench_learner(
 def serve_gateway(
     tasks: Annotated[Path, typer.Option(help="A folder with task packages somewhere below it.")],
     store: Annotated[str, typer.Option(help="Where sessions, tenants and validations are kept.")],
-    backend: Annotated[Backend, typer.Option(help="Where sandboxes are made.")] = Backend.local,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Where sandboxes are made: local, plain, docker, kubernetes, or your own:"
+            " PACKAGE.MODULE:FACTORY, FILE.py:FACTORY."
+        ),
+    ] = "local",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8080,
     slots: Annotated[int, typer.Option(min=1, help="Sessions alive at once.")] = 32,
@@ -984,7 +994,7 @@ def serve_gateway(
     from agentrl.cli import serve as implementation
 
     implementation.gateway(
-        str(backend),
+        backend,
         store,
         host,
         port,

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.markup import escape
@@ -15,8 +12,8 @@ from rich.markup import escape
 from agentrl.cli import output
 from agentrl.cli.boundary import FAILED
 from agentrl.errors import ConfigError, nearest
-from envs.sandbox import backends
-from envs.sandbox.conformance import KINDS, Row, conform
+from envs.sandbox.backends import checked
+from envs.sandbox.conformance import KIND_DEADLINE_S, KINDS, Row, conform
 from envs.sandbox.contract import Backend
 
 MARKS = {"passed": "[green]✓[/]", "failed": "[red]✗[/]", "inapplicable": "[dim]–[/]"}
@@ -26,14 +23,8 @@ def run(backend: str, only: str, state_dir: Path | None, *, as_json: bool) -> No
     """Every promise of the contract, one after the other; exit code 1 if one is broken."""
     if not any(only in kind.name for kind in KINDS):
         raise ConfigError(f"No kind's name contains '{only}'.", fix=nearest(only, [k.name for k in KINDS]))
-    make = _factory(backend)
     with tempfile.TemporaryDirectory(prefix="agentrl-conform-") as folder:
-        place = make(state_dir or Path(folder) / "state")
-        if not isinstance(place, Backend):
-            raise ConfigError(
-                f"{backend} made a {type(place).__name__}, which is no backend.",
-                fix="It must return an object with the methods of envs.sandbox.contract.Backend.",
-            )
+        place = checked(backend, state_dir or Path(folder) / "state")
         rows = asyncio.run(_conform(place, Path(folder), only, as_json=as_json))
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in MARKS}
     if as_json:
@@ -65,28 +56,21 @@ async def _conform(place: Backend, folder: Path, only: str, *, as_json: bool) ->
                 output.say(f"  [dim]{escape(row.seen)}[/]")
 
     try:
-        return await conform(place, folder, only=only, tell=tell)
+        rows = await conform(place, folder, only=only, tell=tell)
     finally:
-        await place.close()
+        ending = await _ended(place)
+    if ending is not None:
+        tell(ending)
+        rows = (*rows, ending)
+    return rows
 
 
-def _factory(name: str) -> Callable[[Path], Any]:
-    """A built-in backend's, or `package.module:factory`, called with a folder for its state."""
-    if name in backends.BUILT_IN:
-        return backends.BUILT_IN[name]
-    module_name, _, attribute = name.partition(":")
-    if not attribute:
-        raise ConfigError(
-            f"There is no backend '{name}'.",
-            fix=f"{nearest(name, backends.BUILT_IN)} Or name a factory: package.module:factory.",
-        )
+async def _ended(place: Backend) -> Row | None:
+    """Close it; what that breaks is a finding too."""
     try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"The backend {name} can not be loaded: {error}.", fix="Is its package installed here?"
-        ) from error
-    if not callable(factory):
-        raise ConfigError(f"{name} can not be called.", fix="Name a function or class that makes a backend.")
-    made: Callable[[Path], Any] = factory
-    return made
+        async with asyncio.timeout(KIND_DEADLINE_S):
+            await place.close()
+    except Exception as error:  # the boundary to somebody else's code: a finding
+        seen = f"{type(error).__name__}: {error}"
+        return Row(name="closing_the_backend_ends_it", outcome="failed", seen=seen, seconds=0.0)
+    return None

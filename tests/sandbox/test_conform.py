@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,83 @@ def test_the_verb_runs_a_backend_from_its_factory_and_ends_with_one_if_a_promise
     assert (kept.exit_code, json.loads(kept.stdout)["passed"]) == (0, 1)
 
 
+OWN = """
+from envs.sandbox.plain import PlainBackend
+
+
+def works(folder):
+    return PlainBackend(folder)
+
+
+def breaks(folder):
+    raise ValueError("no licence")
+
+
+def odd(folder):
+    return object()
+
+
+class Empty:
+    name, isolation = "empty", "none"
+
+    def __init__(self, folder):
+        pass
+
+    async def prepare(self, environment_dir):
+        return "nothing"
+
+    async def create(self, spec, *, image, session, mounts=(), apply=(), deadline_s=120.0):
+        raise AttributeError("not yet")
+
+    async def close(self):
+        pass
+
+
+class Untidy:
+    def __init__(self, folder):
+        self.inner = PlainBackend(folder)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    async def close(self):
+        await self.inner.close()
+        raise RuntimeError("still busy")
+"""
+
+
+def test_a_backend_of_ones_own_is_named_by_its_module_or_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_sandboxes.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    words = ["conform", "--only", "signal_is_told_apart", "--json", "--backend"]
+    for name in ("own_sandboxes:works", "own_sandboxes.py:works", f"{tmp_path}/own_sandboxes.py:works"):
+        kept = CliRunner().invoke(app, [*words, name])
+        assert (kept.exit_code, json.loads(kept.stdout)["conforms"]) == (0, True), kept.stderr
+    untidy = CliRunner().invoke(app, [*words, "own_sandboxes:Untidy"])
+    told = json.loads(untidy.stdout)
+    assert (untidy.exit_code, told["passed"], told["failed"]) == (1, 1, 1)
+    assert told["rows"][-1]["seen"] == "RuntimeError: still busy"
+    for name, code, said in (
+        ("own_sandboxes:breaks", 2, "can not be made: ValueError: no licence"),
+        ("own_sandboxes:odd", 2, "object, which is no backend"),
+        ("own_sandboxes:Empty", 1, "makes no sandbox: AttributeError: not yet"),
+        ("other.py:works", 2, "can not be loaded"),
+    ):
+        ended = CliRunner().invoke(app, [*words, name])
+        assert (ended.exit_code, ended.stdout) == (code, ""), name
+        assert said in " ".join(ended.stderr.split())
+        assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (["--backend", "dokcer"], "docker"),
+        (["--backend", ":make"], "There is no backend"),
+        (["--backend", "json:"], "There is no backend"),
         (["--backend", "no_such_module:make"], "can not be loaded"),
         (["--backend", "json:loads_"], "can not be loaded"),
         (["--backend", "os:sep"], "can not be called"),
