@@ -61,13 +61,14 @@ class Journal:
         return self._noted
 
     async def flushed(self, deadline_s: float | None = None, *, mark: int | None = None) -> None:
-        """Wait until everything noted so far, or up to the mark, is durable. Default: `FLUSH_DEADLINE_S`.
+        """Wait until everything noted so far, or up to the mark, is durable; never longer than
+        `FLUSH_DEADLINE_S`.
 
         Raises:
             StoreError: it is not, within the deadline, or never will be.
         """
         mark = self._noted if mark is None else mark
-        deadline_s = FLUSH_DEADLINE_S if deadline_s is None else deadline_s
+        deadline_s = FLUSH_DEADLINE_S if deadline_s is None else min(deadline_s, FLUSH_DEADLINE_S)
         if self._written >= mark:
             return
         if self.superseded:
