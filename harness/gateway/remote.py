@@ -13,6 +13,7 @@ import logging
 import re
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError, SandboxError, nearest
@@ -32,6 +33,8 @@ CALL_GRACE_S = 900.0
 """What a call may take beyond the command's own limit: queues, and the gateway's restarts."""
 FINALIZE_GRACE_S = 600.0
 ADMIT_DEADLINE_S = 3600.0
+UNDO_DEADLINE_S = 10.0
+"""For a session that nobody wants any more, and that may or may not have been opened."""
 
 log = logging.getLogger(__name__)
 
@@ -181,18 +184,23 @@ class GatewayPlace:
                 task, self, session_id=session_id, signing_key=signing_key, admission=admission
             )
         group = _key(session_id.rsplit(".", 2)[0])
-        view = await self._client.send(
-            gateway.open_session(
-                client_key=f"{_key(session_id)}:{uuid.uuid4().hex}",
-                task_id=task.id,
-                revision=task.revision,
-                limits=task.limits,
-                group_id=group,
-                group_size=self._sizes.get(group, 1),
-                queue_timeout_s=QUEUE_TIMEOUT_S,
-                lease_ttl_s=LEASE_S,
-            )
+        asked = gateway.open_session(
+            client_key=f"{_key(session_id)}:{uuid.uuid4().hex}",
+            task_id=task.id,
+            revision=task.revision,
+            limits=task.limits,
+            group_id=group,
+            group_size=self._sizes.get(group, 1),
+            queue_timeout_s=QUEUE_TIMEOUT_S,
+            lease_ttl_s=LEASE_S,
         )
+        try:
+            view = await self._client.send(asked)
+        except ConfigError:
+            raise
+        except BaseException:  # it may have been opened all the same: only its key is known
+            await asyncio.shield(asyncio.ensure_future(self._undo(asked)))
+            raise
         try:
             until = time.monotonic() + READY_DEADLINE_S
             while view.waiting and time.monotonic() < until:
@@ -205,6 +213,13 @@ class GatewayPlace:
                 await asyncio.shield(asyncio.ensure_future(self._client.send(gateway.delete(view.id))))
             raise
         return RemoteSession(self._client, task, view, signing_key=signing_key)
+
+    async def _undo(self, asked: gateway.Call[wire.SessionView]) -> None:
+        """End a session that was asked for. Never raises: what is not deleted ends with its lease."""
+        with contextlib.suppress(AgentRLError, TimeoutError):
+            async with asyncio.timeout(UNDO_DEADLINE_S):
+                view = await self._client.send(replace(asked, deadline_s=UNDO_DEADLINE_S / 2))
+                await self._client.send(gateway.delete(view.id))
 
     async def admit(self, task: Task, *, light: bool = False) -> Admission:
         """Have the task validated where it will run; how thoroughly, a gateway decides itself."""

@@ -1,7 +1,5 @@
 """What is particular to the local backend: nothing is left behind, whoever dies; what is refused is named."""
 
-
-
 from __future__ import annotations
 
 import asyncio

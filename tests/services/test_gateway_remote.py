@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_given import TOKENS, URL, World, prepared_store, task_at, tenant, world
+from gateway_given import TOKENS, URL, World, prepared_store, task_at, tenant, until, world
 
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.inference.scripted import ScriptedSampler
@@ -209,19 +209,28 @@ def test_the_lease_is_kept_while_the_policy_thinks(
     asyncio.run(run())
 
 
-def test_a_caller_that_gives_up_while_waiting_leaves_no_session(store: Store, task: Task) -> None:
+def test_a_caller_that_gives_up_at_any_moment_leaves_no_session(store: Store, task: Task) -> None:
+    """While it waits, and also while its first request is on its way, whose answer it never sees."""
+
     async def run() -> None:
         async with world(store, [task], slots=1) as here:
             place = place_of(here)
             first = await place.open(task, place, session_id="g.0.1", signing_key=b"k", admission=None)
-            second = asyncio.create_task(
-                place.open(task, place, session_id="g.1.1", signing_key=b"k", admission=None)
-            )
-            await asyncio.sleep(0.1)
-            second.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await second
-            assert (await here.ada.send(calls.capacity())).slots.waiting_total == 0
+
+            async def given_up(number: int, when: Callable[[], bool]) -> None:
+                asked = asyncio.create_task(
+                    place.open(task, place, session_id=f"g.{number}.1", signing_key=b"k", admission=None)
+                )
+                await until(lambda: when() or asked.done())
+                asked.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asked
+                await until(lambda: here.gateway.slots.waiting() == 0)
+
+            for number in range(12):
+                looks = iter(range(number))
+                await given_up(number, lambda looks=looks: next(looks, None) is None)
+            await given_up(20, lambda: here.gateway.slots.waiting() == 1)
             await first.close()
             await here.quiet()
             await place.close()
