@@ -531,6 +531,27 @@ def test_a_dockerfile_is_built_once_and_its_workdir_is_what_the_diff_compares_wi
     asyncio.run(check())
 
 
+def test_an_image_that_a_task_names_is_what_its_sandbox_is_made_of(state: Path) -> None:
+    async def check() -> None:
+        name = f"agentrl/named:{os.urandom(4).hex()}"
+        async with opened(state) as backend:
+            await image_of(backend, state)
+            docker("tag", docker("images", "-q", "agentrl/base").split()[0], name)
+            try:
+                image = await backend.prepare(name)
+                assert (await backend.prepare(name), image.startswith("image:")) == (image, True)
+                spec = SandboxSpec(image=name, memory_mib=128, disk_mib=16)
+                box = await backend.create(spec, image=image, session="faults")
+                assert (await sh(box, "pwd; ls -A; echo x > a")).stdout.head == b"/app\n"
+                assert [(c.path, c.content) for c in await box.diff()] == [("a", b"x\n")]
+                assert box.info.image_digest == image
+                await box.close()
+            finally:
+                docker("rmi", name)
+
+    asyncio.run(check())
+
+
 def test_a_dockerfile_that_fails_is_the_tasks_fault_with_the_words_of_the_build(
     state: Path, tmp_path: Path
 ) -> None:
