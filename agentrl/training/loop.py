@@ -456,6 +456,14 @@ class _Run:
         for notice in resumed.notices:
             self.listener.note(notice)
         self.progress.updates = resumed.cursor["updates"]
+        recorded = max((u.step for u in self.store.updates(self.run_id)), default=0)
+        if recorded > self.progress.updates:
+            raise ConfigError(
+                f"The last readable checkpoint is of update {self.progress.updates}, and the store knows of"
+                f" update {recorded}: what that one moved is lost, and what it took is trained.",
+                fix=f"Restore {self.folder.checkpoints} from a copy, or begin another run with policy.source"
+                " set to the newest version that is there.",
+            )
         self.progress.version = resumed.published
         assert resumed.published is not None, "every checkpoint of a run follows a publication"
         publish.retract_after(self.folder.versions, resumed.published.number)

@@ -15,6 +15,7 @@ from agentrl.errors import ConfigError
 from agentrl.store.store import Store
 from agentrl.training import loop, sampling
 from agentrl.training.events import Silent
+from agentrl.training.folder import RunFolder
 from agentrl.types import Group
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "learner"))
@@ -151,6 +152,12 @@ def test_where_no_group_has_a_spread_sampling_ends_at_the_cap_and_nothing_moves(
     assert (numbers["sampling/rounds"], numbers["sampling/usable_groups"]) == (2, 0)
     assert (numbers["optimizer/step"], numbers["policy/version"]) == (0, 0)
     assert any("had nothing to train on" in line for line in noted.notes)
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("update-*"))[-1]
+    (newest / "state.pt").write_bytes(b"torn")
+    known = RunFolder(tmp_path / "run").begun()
+    assert known is not None
+    with pytest.raises(ConfigError, match="of update 0, and the store knows of update 1"):
+        loop.run(known[1], listener=Silent(), resume=True)
 
 
 def test_a_greedy_attempt_is_the_baseline_of_its_group_and_trained_by_nobody(tmp_path: Path) -> None:
