@@ -44,9 +44,7 @@ KINDS = {503: "overloaded_error", 500: "api_error", 404: "not_found_error", 403:
 def parse(body: Mapping[str, Any], *, counting: bool = False) -> Ask:
     """A request. Raises `Refusal`. `counting`: a body of `count_tokens`, which has no `max_tokens`."""
     neutral(body, "what a reply looks like is left to the model", output_format=())
-    neutral(
-        body, "a session has no tools and no state beside what is sent", mcp_servers=([],), container=()
-    )
+    neutral(body, "a session has no tools and no state beside what is sent", mcp_servers=([],), container=())
     limit = whole(body, "max_tokens", 1, 1 << 30)
     if limit is None and not counting:
         raise refuse("max_tokens: Field required", param="max_tokens")

@@ -16,7 +16,7 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -57,7 +57,7 @@ class Response:
 
     status: int
     content_type: str
-    body: bytes | AsyncIterator[bytes]
+    body: bytes | AsyncIterable[bytes]
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -206,8 +206,8 @@ class Door:
         except BaseException:
             waiting.cancel()
             raise
-        events_later = _when_done(api, waiting, lambda own: self._own(own, path))
-        return Response(status=200, content_type=EVENTS, body=events_later)
+        later = _Later(api, waiting, lambda own: self._own(own, path))
+        return Response(status=200, content_type=EVENTS, body=later)
 
     def _models(self, name: str, *, anthropic: bool) -> Response:
         model = self.model.name
@@ -306,25 +306,35 @@ async def _at_once(events: Iterator[bytes]) -> AsyncIterator[bytes]:
     yield b"".join(events)
 
 
-async def _when_done(
-    api: _Api, waiting: asyncio.Future[Answer], own: Callable[[Exception], Refusal]
-) -> AsyncIterator[bytes]:
-    """Signs of life until the reply is there; closed early, it gives the request up. `own`: an unexpected
-    error as a refusal."""
-    try:
-        while not waiting.done():
-            yield api.ping
-            await asyncio.wait({waiting}, timeout=PING_S)
+class _Later:
+    """The events of a reply that is waited for, signs of life before them. Closed early, also before anybody
+    looked, it gives the request up. `own`: an unexpected error as a refusal."""
+
+    def __init__(
+        self, api: _Api, waiting: asyncio.Future[Answer], own: Callable[[Exception], Refusal]
+    ) -> None:
+        self._api = api
+        self._waiting = waiting
+        self._own = own
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
-            events = api.stream(waiting.result())
-        except Refusal as refusal:
-            events = api.stream_error(refusal)
-        except Exception as error:  # as in `Door.handle`
-            events = api.stream_error(own(error))
-        for event in events:
-            yield event
-    finally:
-        if not waiting.done():
-            waiting.cancel()
+            while not self._waiting.done():
+                yield self._api.ping
+                await asyncio.wait({self._waiting}, timeout=PING_S)
+            try:
+                events = self._api.stream(self._waiting.result())
+            except Refusal as refusal:
+                events = self._api.stream_error(refusal)
+            except Exception as error:  # as in `Door.handle`
+                events = self._api.stream_error(self._own(error))
+            for event in events:
+                yield event
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        if not self._waiting.done():
+            self._waiting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await waiting
+                await self._waiting

@@ -44,9 +44,7 @@ def parse(body: Mapping[str, Any], *, earlier: Earlier) -> Ask:
     neutral(body, background=(False,), truncation=("disabled",), top_logprobs=(0,))
     text = field(body, "text", dict, {})
     neutral(text, format=({"type": "text"},))
-    neutral(
-        body, "a conversation is sent, or named by 'previous_response_id'", conversation=(), prompt=()
-    )
+    neutral(body, "a conversation is sent, or named by 'previous_response_id'", conversation=(), prompt=())
     messages: list[Message] = []
     instructions = field(body, "instructions", str, "")
     if instructions:

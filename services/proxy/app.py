@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import hmac
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -199,14 +199,10 @@ async def _respond(send: Send, response: Response) -> None:
         await send({"type": "http.response.body", "body": response.body})
         return
     headers.append((b"cache-control", b"no-cache"))
-    await send({"type": "http.response.start", "status": response.status, "headers": headers})
-    await _streamed(send, response.body)
-
-
-async def _streamed(send: Send, body: AsyncIterator[bytes]) -> None:
-    closing: Callable[[], Awaitable[None]] | None = getattr(body, "aclose", None)
+    closing: Callable[[], Awaitable[None]] | None = getattr(response.body, "aclose", None)
     try:
-        async for piece in body:
+        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        async for piece in response.body:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
     finally:

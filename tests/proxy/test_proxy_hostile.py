@@ -17,6 +17,7 @@ from agentrl.types import ExecStatus
 from envs.sandbox.contract import ExecRequest
 from harness.agents.bridge import Bridge
 from harness.proxy.model import Rules
+from services.proxy.app import create_app
 
 USER = {"role": "user", "content": "Weather?"}
 DEEP = "[" * 100_000
@@ -379,6 +380,32 @@ def test_an_error_of_our_own_is_an_answer_that_is_counted(stream: bool, monkeypa
     told = json.loads(answer.partition("data: ")[2].partition("\n")[0]) if stream else answer
     assert (status, told["error"]["code"]) == (200 if stream else 500, "internal")
     assert proxy.facts()["refused_internal"] == 1
+
+
+def test_a_client_that_left_before_the_first_byte_of_a_stream_takes_its_sampling_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("harness.proxy.door.FIRST_BYTE_S", 0.01)
+    proxy = Proxy("late", delay_s=300.0)
+    path, body = chat(stream=True)
+    asked = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+    async def receive() -> Any:
+        return next(asked, None) or await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        raise ConnectionResetError("gone")
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/s/{proxy.live.id}/{path}",
+        "headers": [(b"authorization", f"Bearer {proxy.live.key}".encode())],
+    }
+    with pytest.raises(ConnectionResetError):
+        run(create_app(proxy.sessions, admin_key="a")(scope, receive, send))
+    assert proxy.engine.cancelled == 1
+    assert proxy.calls == ()
 
 
 @pytest.mark.parametrize(
