@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,8 @@ def test_an_update_is_sampled_for_until_enough_groups_have_a_spread_and_never_be
     assert (sampling.most_rounds(train), sampling.most_rounds(RECIPES["grpo"])) == (3, 1)
 
 
-def trained(folder: Path, recipe: str, **more: Any) -> tuple[Silent, dict[str, int]]:
-    """A run of one update of an untrained small policy, which solves nothing; trajectories by phase."""
-    noted = Silent()
+def one_update(folder: Path, recipe: str, **more: Any) -> configuration.RunConfig:
+    """A run of one update of an untrained small policy, which solves nothing."""
     sections: dict[str, Any] = {
         "run": {"name": "one", "dir": str(folder), "threads": 1},
         "tasks": {"train": 2, "heldout": 1},
@@ -136,7 +136,13 @@ def trained(folder: Path, recipe: str, **more: Any) -> tuple[Silent, dict[str, i
     }
     for name, section in more.items():
         sections[name] = {**sections.get(name, {}), **section}
-    loop.run(configuration.parse(sections), listener=noted)
+    return configuration.parse(sections)
+
+
+def trained(folder: Path, recipe: str, **more: Any) -> tuple[Silent, dict[str, int]]:
+    """Such a run, done; trajectories by phase."""
+    noted = Silent()
+    loop.run(one_update(folder, recipe, **more), listener=noted)
     with Store.open(folder / "store.db") as store:
         rows = store.trajectories(store.runs()[0].id, limit=None)
         assert store.unconsumed(store.runs()[0].id, "train") == ()
@@ -172,6 +178,33 @@ def test_a_greedy_attempt_is_the_baseline_of_its_group_and_trained_by_nobody(tmp
         members = {t.group_id for t in store.iter_trajectories(run_id, phase="train")}
     assert {call.sampling.temperature for t in greedy for call in t.calls} == {0.0}
     assert {t.group_id for t in greedy} == {sampling.greedy_of(name) for name in members}
+
+
+class Stopping(Silent):
+    """Breaks the run off after its first update."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        raise RuntimeError("stopped here")
+
+
+def test_a_run_that_was_broken_off_goes_on_with_the_groups_and_baselines_that_it_lacks(
+    tmp_path: Path,
+) -> None:
+    config = one_update(tmp_path / "run", "remax", train={"recipe": "remax", "updates": 2})
+    with pytest.raises(RuntimeError, match="stopped here"):
+        loop.run(config, listener=Stopping())
+    with Store.open(tmp_path / "run" / "store.db") as store:
+        run_id = store.runs()[0].id
+        before = {row.id: row.content_hash for row in store.trajectories(run_id, limit=None)}
+    loop.run(config, listener=Silent(), resume=True)
+    with Store.open(tmp_path / "run" / "store.db") as store:
+        rows = store.trajectories(run_id, limit=None)
+        assert before.items() <= {row.id: row.content_hash for row in rows}.items()
+        assert [u.step for u in store.updates(run_id)] == [1, 2]
+        assert store.unconsumed(run_id, "train") == ()
+        assert store.verify(run_id).ok
+    phases = [row.phase for row in rows]
+    assert {phase: phases.count(phase) for phase in phases} == {"greedy": 4, "train": 8}
 
 
 def test_a_policy_learns_from_a_teacher_that_a_run_file_names(tmp_path: Path) -> None:
