@@ -41,7 +41,7 @@ def opened(task: Task, key: str, **more: Any) -> calls.Call[wire.SessionView]:
 
 async def ready(here: World, task: Task, key: str = "k", **more: Any) -> wire.SessionView:
     view = await here.ada.send(opened(task, key, **more))
-    return await here.ada.send(calls.session(view.id, wait_s=5.0))
+    return await here.ada.send(calls.session(view.id, wait_s=30.0))
 
 
 def finished(session_id: str) -> calls.Call[Any]:
@@ -98,7 +98,6 @@ def test_a_task_is_validated_again_after_a_month(store: Store, task: Task) -> No
 def test_an_end_that_could_not_be_written_is_told_as_soon_as_it_can(
     store: Store, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "FLUSH_DEADLINE_S", 0.2)
     away = False
     append = store.append_sessions
 
@@ -115,6 +114,7 @@ def test_an_end_that_could_not_be_written_is_told_as_soon_as_it_can(
             view = await ready(here, task)
             left = await ready(here, task, "left")
             away = True
+            monkeypatch.setattr(journal, "FLUSH_DEADLINE_S", 0.2)
             url, body = f"/v1/sessions/{view.id}/finalize", {"termination": "finished"}
             for _ in range(2):
                 async with asyncio.timeout(60):
@@ -126,6 +126,7 @@ def test_an_end_that_could_not_be_written_is_told_as_soon_as_it_can(
             assert (await http.delete(f"/v1/sessions/{left.id}")).status_code == 503
             assert (await http.get("/readyz")).status_code == 503
             away = False
+            monkeypatch.setattr(journal, "FLUSH_DEADLINE_S", 30.0)
             assert (await here.ada.send(finished(view.id))).reward == 1.0
             assert (await here.ada.send(calls.session(view.id))).state == "done"
             assert (await here.ada.send(calls.delete(left.id))).state == "cancelled"
@@ -206,7 +207,7 @@ def test_two_groups_in_a_short_queue_do_not_wait_for_each_other_for_ever(store: 
             assert asked[4] in (201, 202)
             assert asked[1] == asked[3] == 429  # with its whole group, not member by member
             view = await here.ada.send(opened(task, "a0", group_id="a", group_size=3))
-            assert (await here.ada.send(calls.session(view.id, wait_s=5))).state == "ready"
+            assert (await here.ada.send(calls.session(view.id, wait_s=30))).state == "ready"
 
     asyncio.run(run())
 
@@ -230,7 +231,7 @@ def test_a_group_has_one_size_and_must_fit_the_queue(store: Store, task: Task) -
             assert (await ask("2", 3))[0] in (201, 202)
             for key in "012":
                 view = await here.ada.send(opened(task, key, group_id="g", group_size=3))
-                assert (await here.ada.send(calls.session(view.id, wait_s=5))).state == "ready"
+                assert (await here.ada.send(calls.session(view.id, wait_s=30))).state == "ready"
             assert here.backend.most_live == 3
 
     asyncio.run(run())
@@ -259,7 +260,7 @@ def test_a_result_that_the_sandbox_no_longer_has_ends_no_session(store: Store, t
             url = f"/v1/sessions/{view.id}/exec"
             asked = await http.get(f"{url}/e")
             assert asked.status_code in (202, 410)
-            told = await http.get(f"{url}/e", params={"wait_s": 5})
+            told = await http.get(f"{url}/e", params={"wait_s": 30})
             assert (told.status_code, told.json()["code"]) == (410, "forgotten")
             again = await http.post(url, json={"exec_id": "e", "command": "make all"})
             assert (again.status_code, again.json()["code"]) == (410, "forgotten")  # not "used otherwise"
@@ -343,7 +344,7 @@ def test_a_disk_that_is_nearly_full_stops_new_sandboxes_and_nothing_else(store: 
             assert done.exit_code == 0
             assert (await here.ada.send(finished(lives.id))).reward == 1.0
             why = None
-            assert (await here.ada.send(calls.session(waits.id, wait_s=5))).state == "ready"
+            assert (await here.ada.send(calls.session(waits.id, wait_s=30))).state == "ready"
 
     asyncio.run(run())
 
