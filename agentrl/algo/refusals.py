@@ -315,8 +315,8 @@ REFUSALS: tuple[Refusal, ...] = (
             _has(r, "select", "max_variance")
             and not 2 <= int(str(_number(r, "select", "max_variance", "keep") or 0)) <= f.group_size
         ),
-        sentence="select.max_variance.keep must be at least 2 and at most group_size ({run.group_size}): change one "
-        "of them.",
+        sentence="select.max_variance.keep must be at least 2 and at most group_size ({run.group_size}): "
+        "change one of them.",
     ),
     Refusal(
         name="dynamic_sampling_cap",
@@ -471,8 +471,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         name="critic_warmup",
         when=lambda r, f: r.value is not None and f.shared_critic and f.critic_warmup > 0,
-        sentence="train.critic_warmup_updates trains a critic before the policy, and a shared one moves with it: "
-        'set it to 0, or train.critic to "separate".',
+        sentence="train.critic_warmup_updates trains a critic before the policy, and a shared one moves with "
+        'it: set it to 0, or train.critic to "separate".',
     ),
     Refusal(
         name="compared_rewards",
