@@ -1,6 +1,7 @@
 """`true` in the same sandbox by every way there is: our agent, `docker exec`, and SWE-ReX.
 
     pip install --target /opt/rex swe-rex aiohttp
+    cp /usr/lib/x86_64-linux-gnu/lib{gcc_s.so.1,rt.so.1,pthread.so.0,dl.so.2,util.so.1} /opt/rex
     python tests/benchmarks/bench_exec.py --backend docker --swe-rex /opt/rex
 
 SWE-ReX's server runs in the sandbox and its client beside it, so that no network and no engine lies between
@@ -83,7 +84,12 @@ async def docker_exec(box: Sandbox) -> list[float]:
 
 
 async def swe_rex(box: Sandbox, round_: int) -> dict[str, list[float]]:
-    request = ExecRequest(exec_id=f"rex{round_}", argv=("python3", "-c", SWE_REX), timeout_s=180.0)
+    request = ExecRequest(
+        exec_id=f"rex{round_}",
+        argv=("python3", "-c", SWE_REX),
+        env={"LD_LIBRARY_PATH": AT},  # for libraries that a small image has not
+        timeout_s=180.0,
+    )
     result = await box.exec(request)
     assert result.exit_code == 0, result.stdout.text()[-2000:] + result.stderr.text()[-2000:]
     found: dict[str, list[float]] = json.loads(result.stdout.text().splitlines()[-1])
@@ -94,20 +100,21 @@ async def bench(name: str, rounds: int, rex: Path | None) -> dict[str, float | i
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state"
         backend: Backend = DockerBackend(state) if name == "docker" else LocalBackend(state)
-        image = await backend.prepare(str(environment(Path(folder))))
-        mounts = () if rex is None else (Mount(source=str(rex), target=AT),)
-        spec = SandboxSpec(image=image, memory_mib=1024, disk_mib=64, pids=128)
-        box = await backend.create(spec, image=image, session="bench", mounts=mounts)
         times: dict[str, list[float]] = {}
-        for round_ in range(rounds):
-            times.setdefault("agent", []).extend(await agent(box, round_))
-            if name == "docker":
-                times.setdefault("docker_exec", []).extend(await docker_exec(box))
-            if rex is not None:
-                for way, values in (await swe_rex(box, round_)).items():
-                    times.setdefault(way, []).extend(values)
-        await box.close()
-        await backend.close()
+        try:
+            image = await backend.prepare(str(environment(Path(folder))))
+            mounts = () if rex is None else (Mount(source=str(rex), target=AT),)
+            spec = SandboxSpec(image=image, memory_mib=1024, disk_mib=64, pids=128)
+            box = await backend.create(spec, image=image, session="bench", mounts=mounts)
+            for round_ in range(rounds):
+                times.setdefault("agent", []).extend(await agent(box, round_))
+                if name == "docker":
+                    times.setdefault("docker_exec", []).extend(await docker_exec(box))
+                if rex is not None:
+                    for way, values in (await swe_rex(box, round_)).items():
+                        times.setdefault(way, []).extend(values)
+        finally:
+            await backend.close()
     result: dict[str, float | int | str | None] = {"backend": name, "commands": rounds * ROUND}
     ours = percentile(times["agent"], 0.5)
     for way, values in times.items():
