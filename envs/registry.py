@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +20,7 @@ from agentrl.errors import AgentRLError, ConfigError, nearest
 from agentrl.types import Task
 from envs import admission as sandboxed
 from envs import inprocess
+from envs.authored import module_in
 from envs.builtin.packages import PackagedEnvironment
 from envs.environment import ToolEnvironment, decorated, of_class
 from envs.evidence import Admission
@@ -147,22 +145,14 @@ def _by_path(reference: str) -> Environment:
     file = Path(where).absolute()
     if not file.is_file():
         raise ConfigError(f"There is no file {where}.", fix="Give path/to/file.py:Class.")
-    raw = file.read_bytes()
-    name = f"agentrl_environment_{sha256(str(file).encode() + raw).hexdigest()[:16]}"
-    module = sys.modules.get(name)
-    if module is None:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:  # the boundary to an author's file: classified
-            del sys.modules[name]
-            raise ConfigError(f"{where} can not be loaded: {type(error).__name__}: {error}.") from error
+    try:
+        module = module_in(file)
+    except Exception as error:  # the boundary to an author's file: classified
+        raise ConfigError(f"{where} can not be loaded: {type(error).__name__}: {error}.") from error
     if not hasattr(module, attribute):
-        classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == name]
+        classes = [
+            n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__
+        ]
         raise ConfigError(f"{where} has no '{attribute}'.", fix=nearest(attribute, classes))
     return _environment(getattr(module, attribute), f"{file}:{attribute}")
 

@@ -141,8 +141,16 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 )
 """What a number may be, by its name or by `operator.name`, which goes first."""
 
-INTERVALS = ("masked", "hl_gauss", "clip_advantage", "teacher_magnitude", "mixed_value_at_risk")
-"""Operators whose `low` lies below their `high`."""
+INTERVALS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("masked", "hl_gauss", "clip_advantage", "teacher_magnitude", "mixed_value_at_risk"),
+            ("low", "high"),
+        ),
+        "difficulty_budget": ("short", "long"),
+    }
+)
+"""Operators with two numbers of which the first lies below the second."""
 COMPARED_REWARDS = ("group_length_reward", "set_marginal", "frequency_weighted")
 """Rewards that look at the other members of the group."""
 
@@ -173,13 +181,12 @@ def _upside_down(recipe: Recipe) -> list[str]:
     out = []
     for axis, op, choice in recipe.operators():
         numbers = {**op.defaults, **choice.numbers}
-        low, high = ("short", "long") if op.name == "difficulty_budget" else ("low", "high")
-        if op.name in (*INTERVALS, "difficulty_budget"):
-            ends = numbers.get(low), numbers.get(high)
-            if all(isinstance(end, int | float) for end in ends) and not float(str(ends[0])) < float(
-                str(ends[1])
-            ):
-                out.append(f"{axis}.{op.name}: {low} = {ends[0]} is not below {high} = {ends[1]}")
+        names = INTERVALS.get(op.name)
+        if names is None:
+            continue
+        low, high = (numbers.get(name) for name in names)
+        if isinstance(low, int | float) and isinstance(high, int | float) and not low < high:
+            out.append(f"{axis}.{op.name}: {names[0]} = {low} is not below {names[1]} = {high}")
     return out
 
 

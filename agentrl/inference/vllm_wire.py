@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from agentrl.errors import ModelError
@@ -100,61 +101,36 @@ def result(
         ModelError: `answer` (fields are missing or of the wrong kind), `no_ids`, `no_echo`, `no_log_probs`,
             `lengths`, `wrong_token`, `foreign_version`. What they have in common: not evidence.
     """
-    try:
-        return _result(
-            request,
-            answer,
+    with _evidence(request):
+        choices = answer.get("choices")
+        if not isinstance(choices, list) or len(choices) != 1:
+            n = len(choices) if isinstance(choices, list) else 0
+            raise _not_evidence(request, "answer", f"{n} choices came for one generation")
+        choice = choices[0]
+        ids = _ids(choice, "token_ids")
+        finish = _finish(request, choice)
+        if not ids and finish is not FinishReason.ABORT:
+            raise _not_evidence(request, "no_ids", "the answer has no token ids")
+        prompt = _ids(answer, "prompt_token_ids") or _ids(choice, "prompt_token_ids")
+        if not prompt:
+            raise _not_evidence(request, "no_echo", "the server does not say which ids it fed")
+        usage = answer.get("usage") or {}
+        counted = usage.get("completion_tokens", len(ids))
+        if counted != len(ids):
+            raise _not_evidence(request, "lengths", f"{len(ids)} ids came, the server counted {counted}")
+        greedy = request.params.temperature == 0
+        return SampleResult(
+            request_id=request.id,
+            prompt_token_ids=prompt,
+            token_ids=ids,
+            log_probs=log_probs(request, choice, ids),
+            log_prob_kind=LogProbKind.RAW if greedy else server_kind,
+            policy_versions=_versions(request, choice, len(ids), labels),
+            finish_reason=finish,
             model=model,
-            server_kind=server_kind,
-            labels=labels,
             started_at=started_at,
-            finished_at=finished_at,
+            finished_at=max(started_at, finished_at),
         )
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise _not_evidence(
-            request, "answer", f"the answer has another form ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _result(
-    request: SampleRequest,
-    answer: Mapping[str, Any],
-    *,
-    model: str,
-    server_kind: LogProbKind,
-    labels: Mapping[str, int] | None,
-    started_at: float,
-    finished_at: float,
-) -> SampleResult:
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1:
-        n = len(choices) if isinstance(choices, list) else 0
-        raise _not_evidence(request, "answer", f"{n} choices came for one generation")
-    choice = choices[0]
-    ids = _ids(choice, "token_ids")
-    finish = _finish(request, choice)
-    if not ids and finish is not FinishReason.ABORT:
-        raise _not_evidence(request, "no_ids", "the answer has no token ids")
-    prompt = _ids(answer, "prompt_token_ids") or _ids(choice, "prompt_token_ids")
-    if not prompt:
-        raise _not_evidence(request, "no_echo", "the server does not say which ids it fed")
-    usage = answer.get("usage") or {}
-    counted = usage.get("completion_tokens", len(ids))
-    if counted != len(ids):
-        raise _not_evidence(request, "lengths", f"{len(ids)} ids came, the server counted {counted}")
-    greedy = request.params.temperature == 0
-    return SampleResult(
-        request_id=request.id,
-        prompt_token_ids=prompt,
-        token_ids=ids,
-        log_probs=log_probs(request, choice, ids),
-        log_prob_kind=LogProbKind.RAW if greedy else server_kind,
-        policy_versions=_versions(request, choice, len(ids), labels),
-        finish_reason=finish,
-        model=model,
-        started_at=started_at,
-        finished_at=max(started_at, finished_at),
-    )
 
 
 def log_probs(
@@ -204,6 +180,17 @@ def prompt_log_probs(answer: Mapping[str, Any], ids: Sequence[int]) -> tuple[flo
             fix="Use vLLM itself, not an endpoint before it.",
             code="answer",
             phase="sample",
+        ) from error
+
+
+@contextmanager
+def _evidence(request: SampleRequest) -> Iterator[None]:
+    """What is read in it may have any form."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _not_evidence(
+            request, "answer", f"the answer has another form ({type(error).__name__}: {error})"
         ) from error
 
 

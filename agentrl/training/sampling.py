@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from agentrl.algo import select
-from agentrl.algo.axes import numbers_of
+from agentrl.algo.axes import Number, numbers_of
 from agentrl.algo.recipes import Recipe
 from agentrl.algo.select import SELECT, SPREAD_TOLERANCE
 from agentrl.config import RunConfig
@@ -303,10 +303,9 @@ def next_round(
         what to do, and how many groups there are with a spread.
     """
     usable = sum(_spreads(group) for group in batch)
-    chosen = next((c for c in recipe.select if c.operator == "mixed_groups"), None)
-    if chosen is None:
+    numbers = _dynamic(recipe)
+    if numbers is None:
         return "train", usable
-    numbers = numbers_of(SELECT["mixed_groups"], chosen)
     decided = select.next_round(
         usable=usable,
         wanted=wanted,
@@ -338,8 +337,14 @@ def with_greedy(place: Workplace, batch: Sequence[Group]) -> tuple[list[Group], 
 
 def most_rounds(recipe: Recipe) -> int:
     """How often may be sampled for one update."""
+    numbers = _dynamic(recipe)
+    return 1 if numbers is None else int(str(numbers["max_rounds"]))
+
+
+def _dynamic(recipe: Recipe) -> Mapping[str, Number] | None:
+    """The numbers of a recipe's dynamic sampling; None: it has none."""
     chosen = next((c for c in recipe.select if c.operator == "mixed_groups"), None)
-    return 1 if chosen is None else int(str(numbers_of(SELECT["mixed_groups"], chosen)["max_rounds"]))
+    return None if chosen is None else numbers_of(SELECT["mixed_groups"], chosen)
 
 
 def _spreads(group: Group) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError, SandboxError, nearest
+from envs.authored import module_in
 from envs.sandbox.contract import Backend
 from envs.sandbox.docker import DockerBackend
 from envs.sandbox.local import LocalBackend
@@ -109,20 +108,7 @@ def _module(where: str) -> ModuleType:
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
             sys.path.append(str(Path.cwd()))  # last: it hides nothing that is installed
         return importlib.import_module(where)
-    file = Path(where).absolute()
-    name = f"agentrl_backend_{sha256(str(file).encode()).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return module_in(Path(where))
 
 
 def keep_warm(backend: Backend, size: int) -> None:

@@ -53,8 +53,8 @@ sys.exit(0 if any(os.access(folder + "/bash", os.X_OK) for folder in folders) el
 """
 
 
-_RECIPES_OWN = ("COPY failed", "ADD failed", "dockerfile parse", "failed to parse", "unknown instruction")
-"""How the engine begins to say that the Dockerfile is wrong, where no command of it ran."""
+_RECIPES_OWN = ("copy failed", "add failed", "dockerfile parse", "failed to parse", "unknown instruction")
+"""How the engine begins to say that the Dockerfile is wrong, where no command of it ran; in small letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +297,7 @@ class DockerImages:
                 if "error" in record:
                     error = str(record["error"])
                     ran = bool((record.get("errorDetail") or {}).get("code"))  # exit code of a command
-                    recipe = ran or error.lower().startswith(tuple(map(str.lower, _RECIPES_OWN)))
+                    recipe = ran or error.lower().startswith(_RECIPES_OWN)
                     return _Failed("".join(said) + error, recipe)
         return None
 

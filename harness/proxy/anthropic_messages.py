@@ -107,15 +107,15 @@ def _messages(message: Any, where: str) -> list[Message]:
     if role == "assistant":
         return [_assistant(blocks, where)]
     out: list[Message] = []
-    texts: list[Mapping[str, Any]] = []
+    said: list[Mapping[str, Any]] = []
     for block in blocks:
         if block.get("type") == "tool_result":
             text = plain_text(block.get("content"), where=f"{where}.tool_result", kinds=("text",))
             out.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text})
         else:
-            texts.append(block)
-    if texts or not out:
-        text = plain_text(texts, where=f"{where}.content", kinds=("text",))
+            said.append(block)
+    if said or not out:
+        text = plain_text(said, where=f"{where}.content", kinds=("text",))
         out.append({"role": role, "content": text})
     return out
 

@@ -64,7 +64,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
         tools=tools,
         max_tokens=whole(body, "max_completion_tokens", 1, 1 << 30) or whole(body, "max_tokens", 1, 1 << 30),
         n=whole(body, "n", 1, 1 << 10) or 1,
-        stops=stops_of(body),
+        stops=texts(body, "stop"),
         wishes=wishes_of(body),
         log_probs=field(body, "logprobs", bool, False),
         stream=field(body, "stream", bool, False),
@@ -112,10 +112,6 @@ def wishes_of(body: Mapping[str, Any]) -> Wishes:
         top_k=whole(body, "top_k", -1, 1 << 30),
         seed=whole(body, "seed", -(1 << 63), (1 << 63) - 1),
     )
-
-
-def stops_of(body: Mapping[str, Any]) -> tuple[str, ...]:
-    return texts(body, "stop")
 
 
 def tools_of(body: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:

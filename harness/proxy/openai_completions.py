@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.proxy.exchange import Answer, Ask, Choice, field, neutral, pieces, refuse, sse, whole
+from harness.proxy.exchange import Answer, Ask, Choice, field, neutral, pieces, refuse, sse, texts, whole
 from harness.proxy.openai_chat import (
     FINISH,
     error,
     neutral_settings,
-    stops_of,
     stream_error,
     usage,
     wishes_of,
@@ -43,7 +42,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
         prompt=_prompt(body.get("prompt")),
         max_tokens=whole(body, "max_tokens", 1, 1 << 30) or DEFAULT_MAX_TOKENS,
         n=whole(body, "n", 1, 1 << 10) or 1,
-        stops=stops_of(body),
+        stops=texts(body, "stop"),
         wishes=wishes_of(body),
         log_probs=body.get("logprobs") is not None,
         stream=field(body, "stream", bool, False),

@@ -91,7 +91,8 @@ def _tools(body: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], tupl
         unenforced.append("tool_choice")
     if tools and body.get("parallel_tool_calls") is False:
         unenforced.append("parallel_tool_calls")
-    unenforced += [name for name in ("reasoning",) if body.get(name)]
+    if body.get("reasoning"):
+        unenforced.append("reasoning")
     return tuple(tools), tuple(unenforced)
 
 
