@@ -188,19 +188,15 @@ class LocalBackend:
     ) -> LiveSandbox:
         zygote_ = await self._ensure_zygote()
         descriptors: list[int] = []
+        group: cgroups.Group | None = None
         ours, theirs = socket.socketpair()
-        try:
-            group = self._group(name, spec)
-        except BaseException:
-            ours.close()
-            theirs.close()
-            raise
-        request = self._request(
-            name, spec, lower, binds, group, image=image, session=session, owner=self._owner
-        )
         try:
             with contextlib.ExitStack() as given:
                 sockets = [given.enter_context(theirs)]
+                group = self._group(name, spec)
+                request = self._request(
+                    name, spec, lower, binds, group, image=image, session=session, owner=self._owner
+                )
                 if self._owner is not None:
                     sockets.append(given.enter_context(_listen(request["listen"])))
                 await zygote_.send(request, *sockets)
@@ -277,13 +273,16 @@ class LocalBackend:
         self._live.add(sandbox)
         return sandbox
 
-    async def _abandon(self, ours: socket.socket, descriptors: list[int], group: cgroups.Group) -> None:
+    async def _abandon(
+        self, ours: socket.socket, descriptors: list[int], group: cgroups.Group | None
+    ) -> None:
         """Give back what a sandbox that never came to life has taken. Its agent, if any, ends with its
         socket."""
         ours.close()
         for fd in descriptors:
             os.close(fd)
-        await asyncio.to_thread(group.remove)
+        if group is not None:
+            await asyncio.to_thread(group.remove)
 
     # -- outliving this process: see `adoption.Adopting`
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import resource
 import signal
@@ -117,6 +118,19 @@ def test_nothing_is_left_after_any_kind_of_end(backend: LocalBackend, tmp_path: 
     asyncio.run(run())
 
 
+def limit_with(spare: int) -> int:
+    """The limit below which so many numbers of descriptors are free."""
+
+    def is_free(number: int) -> bool:
+        try:
+            os.fstat(number)
+        except OSError:
+            return True
+        return False
+
+    return next(itertools.islice(filter(is_free, itertools.count()), spare, None))
+
+
 def test_without_descriptors_left_no_sandbox_is_made_and_nothing_of_it_stays(
     backend: LocalBackend, tmp_path: Path
 ) -> None:
@@ -128,10 +142,8 @@ def test_without_descriptors_left_no_sandbox_is_made_and_nothing_of_it_stays(
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             gc.collect()  # else descriptors of what other tests left in cycles go while these are counted
             before, held = children(os.getpid()), len(os.listdir("/proc/self/fd"))
-            for spare in range(6):
-                resource.setrlimit(
-                    resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + spare, hard)
-                )
+            for spare in range(8):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit_with(spare), hard))
                 try:
                     box = await backend.create(spec, image=spec.image, session="test")
                     await box.close()
