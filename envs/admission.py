@@ -439,7 +439,7 @@ async def _passes(
             return False, error.message, None
         raise
     except BoundaryError as error:
-        if error.code != "verifier_killed":
+        if error.code not in ("verifier_killed", "verifier_output"):
             raise
         return False, error.message, None
     failing = [f"{t.name} {t.outcome} {t.message}".strip() for t in judged.tests if t.outcome != "passed"]

@@ -67,7 +67,7 @@ def sign(verdict: Verdict, key: bytes) -> Verdict:
 
 def verify_signature(verdict: Verdict, key: bytes) -> bool:
     """Whether the verdict is exactly what the holder of `key` signed."""
-    return hmac.compare_digest(verdict.signature, _signature(verdict, key))
+    return hmac.compare_digest(verdict.signature.encode(), _signature(verdict, key).encode())
 
 
 def _signature(verdict: Verdict, key: bytes) -> str:
@@ -404,6 +404,15 @@ async def _ended(witness: Witness, result: ExecResult) -> None:
         raise _environment("verifier_oom", "something was killed for memory.", oom_kills=witness.oom_kills())
     if result.status is ExecStatus.TIMEOUT:
         raise _environment("verifier_timeout", "no answer within the grader's time.", wall_ms=result.wall_ms)
+    if result.reason == "output_limit":
+        raise SandboxError(
+            "Verifier: what was tested wrote more output than any command may.",
+            fix="The task's own script writes little; look at what the attempt changed.",
+            owner="policy",
+            code="verifier_output",
+            phase="verify",
+            retryable=False,
+        )
     if result.status is not ExecStatus.EXITED:
         raise _environment(
             "verifier_killed", f"it was {result.status} before its report.", signal=result.signal

@@ -9,8 +9,9 @@ re, traceback).
     stdin  the control block (canary names, `-` must fail, `+` must pass), then the nonce
     fd 3   lines `nonce TAB kind TAB fields…`, written at the end in one piece, backslash-escaped
 
-Each file runs in its own forked process, which has no stdin, no fd 3, and a private result pipe; started as
-root, it becomes the owner of the workdir first, so tested code can not signal the parent. The parent reads
+Each file runs in its own forked process, which has no stdin, no fd 3, when graded no output either (a flood
+of it would end the verifier, not the test), and a private result pipe; started as root, it becomes the owner
+of the workdir first, so tested code can not signal the parent. The parent reads
 the nonce only after the last child is dead, so the nonce is never in the memory of tested code; the parent is
 also undumpable, so that a process of the same user can not open its `/proc` files. A child that ends early
 (`os._exit(0)`) leaves every unreported test an error. What was run is proven by the sha256 of the bytes.
@@ -21,10 +22,12 @@ for a plain value. Where a file has classes, `unittest` is loaded and remembered
 test cases are bound to the remembered methods, each canary is also a method of a test case, and after a test
 that left anything of `unittest` replaced, nothing passes (`Framework`).
 
-What this cannot prevent: code under test shares a process with the tests and may rewrite the functions of
-this file there. Canaries that must fail and must pass run in the same process, in the same module, before and
-after the tests, and catch a forgery that answers alike for all. One that reads the canaries and computes
-their honest results would pass; only a process boundary between test and tested code stops that. Where all
+What this cannot prevent: code under test shares a process with the tests. What it leaves replaced of
+`builtins`, of the functions of this file or of how a test compares is seen after every test, by a frame that
+already runs, and nothing passes any more. Canaries that must fail and must pass run in the same process, in
+the same module, before and after the tests, and catch a forgery that answers alike for all. One that reads
+the canaries, computes their honest results and leaves nothing replaced would pass;
+only a process boundary between test and tested code stops that. Where all
 have one user id, tested code may also kill the parent: then there is no report, hence no reward, never a
 pass.
 """
@@ -64,6 +67,8 @@ PR_SET_DUMPABLE = 4
 SIGKILL = 9
 ONLY_AST = 0x400
 PLAIN = (int, str, float, bool, bytes, list, tuple, dict, set, frozenset, complex, type(None))
+C_METHOD = type(int.__eq__)
+MRO, SPACE = type.__dict__["__mro__"].__get__, type.__dict__["__dict__"].__get__
 OUTCOMES = ("passed", "failed", "error", "skipped")
 DONE = b"done\t\t\n"
 """Last line of a child that came to its own end: `os._exit(0)` in tested code looks the same from outside."""
@@ -101,11 +106,20 @@ def short(value: object) -> str:
     return text if len(text) <= REPR_CHARS else text[: REPR_CHARS - 1] + "…"
 
 
+def own_eq(kind: type) -> object:
+    """The `__eq__` that the interpreter would use, whatever a metaclass says: one of C, or somebody's."""
+    for base in MRO(kind):
+        space = SPACE(base)
+        if "__eq__" in space:
+            return space["__eq__"]
+    return None
+
+
 def sly(left: object, right: object) -> bool:
     """Whether `left` would answer `== right` by its own Python `__eq__` although `right` is a plain value."""
     if type(right) not in PLAIN:
         return False
-    if isinstance(getattr(type(left), "__eq__", None), types.FunctionType):
+    if not isinstance(own_eq(type(left)), C_METHOD):
         return True
     if type(left) is type(right) and isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return any(sly(a, b) for a, b in zip(left, right))  # noqa: B905 (Python 3.9)
@@ -349,30 +363,41 @@ def child(path: str, code: types.CodeType, canaries: list[str], out: int, workdi
     """Import one test file and run its tests, writing `outcome TAB name TAB message` lines to `out`. `cases`:
     the file has classes."""
 
-    def report(outcome: str, name: str, message: str) -> None:
-        os.write(out, f"{outcome}\t{escape(name)}\t{escape(message[:MESSAGE_CHARS])}\n".encode("ascii"))
-
-    before = dict(builtins.__dict__)
     framework = Framework() if cases else None
+    # What a result depends on, in tuples that only this frame holds; it looks for itself below.
+    spaces: list[Mapping[str, object]] = [builtins.__dict__, globals(), Framework.__dict__]
+    shared = tuple(
+        (space, key, value, getattr(value, "__code__", None))
+        for space in spaces
+        for key, value in list(space.items())
+    )
+    write, try_, escaped = os.write, attempt, escape
     module = types.ModuleType(os.path.basename(path).rpartition(".")[0] or "tests")
     module.__file__ = path
     module.__dict__.update({"@same": same, "@differ": differ})
     sys.modules[module.__name__] = module
     half = len(canaries) // 2
-    outcome, message = attempt(lambda: exec(code, module.__dict__), workdir)
+    tests: list[tuple[str, Any]] = []
+    outcome, message = try_(lambda: exec(code, module.__dict__), workdir)
     if outcome == "passed":
         if framework is None and "unittest" in sys.modules:
             framework = Framework()
-        for name, test in collect(module, canaries[:half], canaries[half:], framework, workdir):
-            outcome, message = attempt(test, workdir)
-            if framework is not None and not framework.intact():
-                outcome, message = "error", "the tested code replaced a part of unittest"
-            if any(builtins.__dict__.get(key) is not value for key, value in before.items()):
-                outcome, message = "error", "the tested code replaced a builtin"
-            report(outcome, name, message)
+        tests = collect(module, canaries[:half], canaries[half:], framework, workdir)
+        names = [name for name, _ in tests]
     else:
-        report("error", "", message)
-    os.write(out, DONE)
+        names = [""]
+    for at, name in enumerate(names):
+        if tests:
+            outcome, message = try_(tests[at][1], workdir)
+        if framework is not None and not framework.intact():
+            outcome, message = "error", "the tested code replaced a part of unittest"
+        for space, key, value, own in shared:
+            if space.get(key) is not value or getattr(value, "__code__", None) is not own:
+                outcome, message = "error", f"the tested code replaced {key}"
+        if module.__dict__.get("@same") is not same or module.__dict__.get("@differ") is not differ:
+            outcome, message = "error", "the tested code replaced how its results are compared"
+        write(out, f"{outcome}\t{escaped(name)}\t{escaped(message[:MESSAGE_CHARS])}\n".encode("ascii"))
+    write(out, DONE)
     for stream in (sys.stdout, sys.stderr):
         try:  # noqa: SIM105 (contextlib costs a millisecond)
             stream.flush()
@@ -404,8 +429,9 @@ def run_file(
         try:
             os.setsid()
             os.close(read_end)
-            null = os.open("/dev/null", os.O_RDONLY)
-            os.dup2(null, 0)
+            null = os.open("/dev/null", os.O_RDWR)
+            for stream in (0, 1, 2) if canaries else (0,):  # a graded file's output is nobody's to read
+                os.dup2(null, stream)
             if null != REPORT_FD:
                 os.close(REPORT_FD)
             become_owner(workdir, int(sys.argv[2]))

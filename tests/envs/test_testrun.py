@@ -195,7 +195,9 @@ while "attempt" not in frame.f_globals:
 frame.f_globals["attempt"] = lambda test, workdir: ("passed", "")
 def value(): return 0
 """
-    assert attack(tmp_path, text).canaries == "forged"
+    report = attack(tmp_path, text)
+    assert report.canaries != "behaved"
+    assert "passed" not in outcomes(report).values()
 
 
 def test_a_replaced_builtin_passes_nothing(tmp_path: Path) -> None:
@@ -472,3 +474,83 @@ def test_a_case_that_fails_in_code_that_left_unittest_alone_is_a_failure(tmp_pat
         "Cart.test_three": "passed",
     }
     assert report.canaries == "behaved"
+
+
+TAMPERING = {
+    "a function of the runner": """
+import __main__, re
+real = __main__.attempt
+def fake(test, workdir):
+    seen = real(test, workdir)
+    return seen if re.fullmatch("test_[0-9a-f]{12}", getattr(test, "__name__", "")) else ("passed", "")
+__main__.attempt = fake
+""",
+    "the code of a function of the runner": """
+import __main__, re, types
+old = __main__.attempt
+__main__.honest = types.FunctionType(old.__code__, old.__globals__)
+def fake(test, workdir):
+    import re
+    seen = honest(test, workdir)
+    return seen if re.fullmatch("test_[0-9a-f]{12}", getattr(test, "__name__", "")) else ("passed", "")
+old.__code__ = fake.__code__
+""",
+    "how results are written": """
+import os, re
+real = os.write
+def fake(fd, data):
+    canary = re.match(rb"failed\ttest_[0-9a-f]{12}\t", data)
+    return real(fd, b"passed" + data[6:] if data.startswith(b"failed") and not canary else data)
+os.write = fake
+""",
+}
+SAME = """
+import re, sys
+def value():
+    space = sys._getframe(1).f_globals
+    honest = space["@same"]
+    if honest.__name__ == "same":
+        def always(left, right):
+            canary = re.fullmatch("test_[0-9a-f]{12}", sys._getframe(1).f_code.co_name)
+            return honest(left, right) if canary else True
+        space["@same"] = always
+    return 4
+"""
+
+
+@pytest.mark.parametrize("name", TAMPERING)
+def test_whoever_replaces_parts_of_the_runner_passes_nothing(tmp_path: Path, name: str) -> None:
+    """Also one that knows the canaries by their names and leaves them honest."""
+    report = attack(tmp_path, TAMPERING[name] + "def value():\n    return 4\n")
+    assert "passed" not in outcomes(report).values()
+
+
+def test_whoever_replaces_how_tests_compare_passes_nothing(tmp_path: Path) -> None:
+    assert outcomes(attack(tmp_path, SAME))["test_one"] == "error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "__eq__ = functools.partial(lambda *a: True)",
+        "__eq__ = type('C', (), {'__call__': lambda *a: True})()",
+        "__eq__ = operator.methodcaller('__class__')",
+    ],
+)
+def test_no_kind_of_eq_answers_for_a_plain_value(tmp_path: Path, body: str) -> None:
+    text = (
+        "import functools, operator\n"
+        "class Says(type):\n"
+        "    def __getattribute__(self, name):\n"
+        "        return int.__eq__ if name == '__eq__' else type.__getattribute__(self, name)\n"
+        f"class E(int, metaclass=Says):\n    {body}\n    __hash__ = int.__hash__\n"
+        "def value(): return E(4)\n"
+    )
+    assert outcomes(attack(tmp_path, text))["test_one"] == "failed"
+
+
+def test_a_graded_file_that_floods_its_output_fails_by_itself(tmp_path: Path) -> None:
+    flood = "import os\nfor _ in range(64):\n    os.write(1, bytes(1 << 20))\nprint('x' * 1000)\n"
+    report = attack(tmp_path, flood + "def value():\n    return 4\n")
+    assert report.complete
+    assert outcomes(report)["test_one"] == "failed"
