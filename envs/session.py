@@ -118,8 +118,8 @@ class Session:
         self._log = log
         self._execs = 0
         self._taken: list[tuple[Action, Observation]] | None = []
-        self.past_execs: frozenset[str] = frozenset()
-        """Ids of commands that a process before this one sent."""
+        self.past_execs: dict[str, str | None] = {}
+        """Commands that a process before this one sent: the digest of each request; None: unknown."""
         self._done: dict[str, str] = {}
         self._begun: set[str] = set()
         """What a process before this one noted of calls, by key: the observation; that it was begun."""
@@ -241,7 +241,7 @@ class Session:
             key.removeprefix(_DONE): value for key, value in memory.notes.items() if key.startswith(_DONE)
         }
         session._begun = {key.removeprefix(_BEGUN) for key in memory.notes if key.startswith(_BEGUN)}
-        session.past_execs = frozenset(memory.execs)
+        session.past_execs = {exec_id: memory.said.get(exec_id) for exec_id in memory.execs}
         return session
 
     async def __aenter__(self) -> Self:
@@ -284,8 +284,7 @@ class Session:
         """
         async with self._lock:
             if key is not None:
-                digest = hashlib.sha256(json.dumps([action.tool, action.arguments]).encode()).hexdigest()[:16]
-                key = f"{key}.{digest}"
+                key = _call_key(key, action)
                 if key in self._done:
                     return replace(from_json(Observation, self._done[key]), action_id=action.id)
                 if key in self._begun:
@@ -339,6 +338,13 @@ class Session:
                 self._taken.append((action, seen))
             return seen
 
+    def called_otherwise(self, key: str, action: Action) -> bool:
+        """Whether a process before this one was asked for something else under this key."""
+        now = _call_key(key, action)
+        return any(
+            past != now and past.rpartition(".")[0] == key for of in (self._done, self._begun) for past in of
+        )
+
     def _note(self, key: str, value: str) -> None:
         if isinstance(self._witness.sandbox, Outliving):
             self._witness.sandbox.note(key, value)
@@ -386,9 +392,9 @@ class Session:
         """Output of a command while it runs: see `contract.Following`."""
         return await self._following().follow(exec_id, stream=stream, offset=offset, max_bytes=max_bytes)
 
-    async def signal(self, exec_id: str, number: int) -> bool:
+    async def signal(self, exec_id: str, number: int, *, key: str | None = None) -> bool:
         """Signal a running command: see `contract.Following`."""
-        return await self._following().signal(exec_id, number)
+        return await self._following().signal(exec_id, number, key=key)
 
     def _following(self) -> Following:
         if isinstance(self._witness.sandbox, Following):
@@ -495,6 +501,12 @@ class Session:
         await self._witness.sandbox.close()
         if self.verdict is None and self.state not in (State.CANCELLED, State.LOST, State.FAILED):
             self._move(State.CANCELLED, "closed")
+
+
+def _call_key(key: str, action: Action) -> str:
+    """The caller's key of a call together with what it asks for."""
+    asked = json.dumps([action.tool, action.arguments], sort_keys=True).encode()
+    return f"{key}.{hashlib.sha256(asked).hexdigest()[:16]}"
 
 
 def _searches_history(command: str) -> bool:

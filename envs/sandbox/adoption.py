@@ -36,6 +36,8 @@ class Memory:
     execs: dict[str, PastExec | None] = Field(default_factory=dict)
     """By exec id, in order; None: still running."""
     notes: dict[str, str] = Field(default_factory=dict)
+    said: dict[str, str] = Field(default_factory=dict)
+    """By exec id: `ExecRequest.digest` of what was asked."""
     lease_left_s: float | None
     """None: it was never told of a lease."""
 

@@ -63,6 +63,8 @@ KEPT_SPOOLS = 64
 """Commands whose spools are kept: each costs two of the few descriptors that a process may have."""
 LONGEST_POLL_S = 3600.0
 """No time limit is too long for the system call that waits for it."""
+KEPT_SIGNALS = 64
+"""Keys of signals that a command remembers: one that comes again is not sent again."""
 KEPT_NOTES = 64
 """Notes of the host kept for a host that comes after it; the oldest goes first."""
 NOTE_BYTES = 1024 * 1024
@@ -80,6 +82,10 @@ BASE_ENV = {
     "PIP_PROGRESS_BAR": "off",
     "LANG": "C.UTF-8",
 }
+IO_BLOCK = 512
+"""What `getrusage` counts input and output in, whatever the disk's blocks are."""
+COUNTS_IO = os.path.exists("/proc/self/io")
+"""Whether this kernel accounts for input and output; where it does not, its counters are always 0."""
 MAX_DESCRIPTORS = 4096
 """More than an agent ever has open."""
 OOM_PATHS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
@@ -651,6 +657,7 @@ class _Supervisor:
             "report": None if self.report is None else len(self.report),
             "cpu_ms": (usage.ru_utime + usage.ru_stime) * 1000,
             "memory_peak_kib": usage.ru_maxrss or None,
+            "io_bytes": IO_BLOCK * (usage.ru_inblock + usage.ru_oublock) if COUNTS_IO else None,
             "wall_ms": wall * 1000,
             "leftovers_killed": self.killed,
             "leftovers_alive": alive,
@@ -926,6 +933,10 @@ class _Exec:
         self.body: bytes | None = None
         self.late_kills = 0
         self.exited = False
+        self.said: str | None = None
+        """Hash of what was asked, for a host that comes after the one that asked."""
+        self.signals: OrderedDict[str, tuple[int, bool]] = OrderedDict()
+        """Signals that were sent under a key: number, and whether the command was running."""
 
     def discard(self) -> None:
         """Close what belongs to a supervisor that never got a command."""
@@ -1150,10 +1161,7 @@ class Agent:
         if op == "signal":
             if not 0 < int(header["number"]) < 65:
                 raise Refused("bad_request", "no signal has the number {}".format(header["number"]))
-            if header["exec_id"] not in self._execs:
-                raise Refused("not_found", "no command {}".format(header["exec_id"]))
-            running = self._execs[header["exec_id"]].header is None
-            self._tell(header["exec_id"], b"s" + bytes([int(header["number"])]))
+            running = self._pass_on(header["exec_id"], int(header["number"]), header.get("key"))
             return {"running": running}, b""
         if op == "probe":
             return self._probe(), b""
@@ -1222,7 +1230,8 @@ class Agent:
             name: None if run.header is None else {fact: run.header[fact] for fact in facts}
             for name, run in self._execs.items()
         }
-        body = json.dumps({"execs": execs, "notes": self._notes}).encode()
+        said = {name: run.said for name, run in self._execs.items() if run.said is not None}
+        body = json.dumps({"execs": execs, "notes": self._notes, "said": said}).encode()
         left = None if self._lease_until is None else self._lease_until - time.monotonic()
         return {"lease_left_s": left}, body
 
@@ -1273,6 +1282,7 @@ class Agent:
         self._spare = None
         assert run.link is not None
         self._execs[exec_id] = run
+        run.said = header.get("said")
         run.askers.append(asker)
         try:
             run.link.settimeout(KILL_DEADLINE_S)
@@ -1321,6 +1331,24 @@ class Agent:
         """Processes that are ours, not the policy's."""
         own = {run.pid for run in self._execs.values() if not run.exited}
         return own if self._spare is None else own | {self._spare.pid}
+
+    def _pass_on(self, exec_id: str, number: int, key: str | None) -> bool:
+        """Signal a command, once per key: whether it was running."""
+        run = self._execs.get(exec_id)
+        if run is None:
+            raise Refused("not_found", f"no command {exec_id}")
+        known = None if key is None else run.signals.get(key)
+        if known is not None:
+            if known[0] != number:
+                raise Refused("bad_request", f"key {key} was signal {known[0]} before, not {number}")
+            return known[1]
+        running = run.header is None
+        self._tell(exec_id, b"s" + bytes([number]))
+        if key is not None:
+            run.signals[key] = (number, running)
+            while len(run.signals) > KEPT_SIGNALS:
+                run.signals.popitem(last=False)
+        return running
 
     def _tell(self, exec_id: str, word: bytes) -> None:
         run = self._execs.get(exec_id)
@@ -1480,6 +1508,7 @@ def _unknown(killed: int, verified: bool) -> Header:
         "report": None,
         "cpu_ms": 0.0,
         "memory_peak_kib": None,
+        "io_bytes": None,
         "wall_ms": 0.0,
         "leftovers_killed": killed,
         "leftovers_alive": 0,

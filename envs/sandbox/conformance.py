@@ -202,6 +202,22 @@ async def a_command_runs_under_a_login_shell_in_the_workdir(case: Case) -> None:
 
 
 @kind()
+async def a_command_says_what_it_moved_to_storage(case: Case) -> None:
+    """Row 19: what a command costs is said, its children's part too; what stays in memory is no cost."""
+    async with case.sandbox() as box:
+        idle = await sh(box, "true")
+        wrote = await sh(box, "(head -c 4M /dev/zero > big; sync big) & wait; stat -f -c %T .")
+        assert wrote.exit_code == 0, wrote.stderr.text()
+        if wrote.io_bytes is None:
+            return
+        # Of an overlay nobody inside can say where it writes to: a limited disk may be memory.
+        in_memory = wrote.stdout.text().strip() in ("tmpfs", "ramfs", "overlayfs")
+        assert idle.io_bytes is not None
+        assert wrote.io_bytes - idle.io_bytes >= 4 * 2**20 or in_memory, wrote
+        assert wrote.io_bytes < 64 * 2**20
+
+
+@kind()
 async def the_environment_is_fixed_and_holds_nothing_of_the_host(case: Case) -> None:
     os.environ["AGENTRL_TEST_SECRET"] = SECRET
     async with case.sandbox() as box:

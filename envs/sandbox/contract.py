@@ -10,6 +10,8 @@ verifies that it is empty, then answers; output is bytes (head and tail kept, co
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Annotated, Literal, Protocol, runtime_checkable
 
 from pydantic import ConfigDict, Field
@@ -68,6 +70,13 @@ class ExecRequest:
         if self.argv is not None and not self.argv:
             raise ValueError("argv is empty: it must at least name a program")
 
+    def digest(self) -> str:
+        """sha256 of all that is asked: two requests under one `exec_id` are the same one when it is equal."""
+        stdin = None if self.stdin is None else hashlib.sha256(self.stdin).hexdigest()
+        asked = (self.command, self.argv, self.cwd, sorted(self.env.items()), stdin, self.timeout_s)
+        how = (self.user, self.follow, self.report_fd)
+        return hashlib.sha256(json.dumps([asked, how]).encode()).hexdigest()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
 class StreamCapture:
@@ -104,6 +113,10 @@ class ExecResult:
     report: bytes | None = None
     cpu_ms: float
     memory_peak_kib: int | None
+    io_bytes: int | None = None
+    """Bytes that it had fetched from storage or gave it to write, by the kernel's count over its whole tree,
+    as `cpu_ms` is; what the page cache answers and what stays in memory (tmpfs) is none. None where the
+    kernel does not count."""
     wall_ms: float
     queue_ms: float = 0.0
     leftovers_killed: int = 0
@@ -213,9 +226,10 @@ class Following(Protocol):
         FileNotFoundError for a command that was never sent, ValueError when its output is no longer kept."""
         ...
 
-    async def signal(self, exec_id: str, number: int) -> bool:
-        """Send a signal to a command's process group; False when it had ended already. Raises
-        FileNotFoundError for a command that was never sent."""
+    async def signal(self, exec_id: str, number: int, *, key: str | None = None) -> bool:
+        """Send a signal to a command's process group; False when it had ended already. Under the same `key`
+        it is sent once, and answered as then. Raises FileNotFoundError for a command that was never sent,
+        ValueError for a key that was another signal's."""
         ...
 
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol
 
@@ -105,6 +106,7 @@ class LiveSandbox:
         header: dict[str, Any] = {
             "op": "exec",
             "exec_id": request.exec_id,
+            "said": request.digest(),
             "env": request.env,
             "timeout_s": request.timeout_s,
             "user": request.user,
@@ -167,6 +169,7 @@ class LiveSandbox:
             report=report,
             cpu_ms=answer["cpu_ms"],
             memory_peak_kib=answer["memory_peak_kib"],
+            io_bytes=answer.get("io_bytes"),  # not said by an agent of an earlier version
             wall_ms=answer["wall_ms"],
             leftovers_killed=answer["leftovers_killed"],
             leftovers_alive=answer["leftovers_alive"],
@@ -202,8 +205,9 @@ class LiveSandbox:
         facts, body = await self._call(header, deadline_s=self._allowance_s)
         return body, bool(facts["finished"])
 
-    async def signal(self, exec_id: str, number: int) -> bool:
-        header = {"op": "signal", "exec_id": exec_id, "number": number}
+    async def signal(self, exec_id: str, number: int, *, key: str | None = None) -> bool:
+        once = key or secrets.token_hex(8)  # a connection that comes back asks again for what had no answer
+        header = {"op": "signal", "exec_id": exec_id, "number": number, "key": once}
         facts, _ = await self._call(header, deadline_s=self._allowance_s)
         return bool(facts["running"])
 

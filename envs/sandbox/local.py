@@ -379,17 +379,22 @@ class LocalBackend:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = _BOOT.format("zygote.main(int(sys.argv[1]), sys.argv[2])")
         package_root = str(Path(zygote.__file__).parents[2])
-        with theirs, (self._folder / "zygote.log").open("ab") as log:
-            process = subprocess.Popen(
-                [self._python, "-I", "-S", "-c", code, str(theirs.fileno()), str(self._folder), package_root],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-                cwd="/",
-                start_new_session=True,
-            )
+        number = str(theirs.fileno())
+        try:
+            with theirs, (self._folder / "zygote.log").open("ab") as log:
+                process = subprocess.Popen(
+                    [self._python, "-I", "-S", "-c", code, number, str(self._folder), package_root],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+                    cwd="/",
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
         return process, ours
 
     def _sweep(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -514,8 +515,8 @@ def follow_sync(
 
 
 def signal(session_id: str, exec_id: str, name: str) -> Call[wire.SignalView]:
-    """Signal a running command; again is again, so a lost answer may mean two."""
-    body = wire.SignalBody.model_validate({"signal": name})
+    """Signal a running command, once however often this call has to be sent; a new call is a new signal."""
+    body = wire.SignalBody.model_validate({"signal": name, "signal_id": secrets.token_hex(8)})
     return Call(
         method="POST",
         path=_of(session_id, "exec", exec_id, "signal"),

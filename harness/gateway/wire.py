@@ -236,8 +236,10 @@ class ExecBody(_Wire):
 class SignalBody(_Wire):
     """A signal for the process group of a running command."""
 
-    model_config = _example(signal="INT")
+    model_config = _example(signal="INT", signal_id="stop-1")
 
+    signal_id: Key | None = None
+    """The same id is the same signal: sent once, answered as then."""
     signal: Literal["HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "STOP"]
 
 
@@ -293,6 +295,8 @@ class ExecView(_Wire):
     stderr: StreamView
     cpu_ms: float
     memory_peak_kib: int | None
+    io_bytes: int | None = None
+    """Read from and written to storage; not what stays in memory. Null where the kernel does not count."""
     wall_ms: float
     queue_ms: float
     """Waiting for a run permit; not part of `wall_ms`, never charged to `timeout_s`."""
@@ -310,6 +314,7 @@ class ExecView(_Wire):
             stderr=StreamView.of(result.stderr),
             cpu_ms=result.cpu_ms,
             memory_peak_kib=result.memory_peak_kib,
+            io_bytes=result.io_bytes,
             wall_ms=result.wall_ms,
             queue_ms=result.queue_ms + queue_ms,
             leftovers_killed=result.leftovers_killed,

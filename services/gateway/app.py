@@ -417,9 +417,9 @@ def _sessions(gateway: Gateway) -> APIRouter:
 
     @router.post("/sessions/{session_id}/exec/{exec_id}/signal", tags=["act"])
     async def send_signal(one: Session, exec_id: Name, body: wire.SignalBody) -> wire.SignalView:
-        """Signal the process group of a running command."""
+        """Signal the process group of a running command. The same `signal_id` is never sent twice."""
         number = signal.Signals[f"SIG{body.signal}"].value
-        return wire.SignalView(running=await gateway.signal(one, exec_id, number))
+        return wire.SignalView(running=await gateway.signal(one, exec_id, number, body.signal_id))
 
     @router.put("/sessions/{session_id}/files", tags=["act"])
     async def put_file(

@@ -1081,6 +1081,8 @@ class Gateway:
 
         what = action.tool if action.tool in live.task.tools else "unknown_tool"
         try:
+            if live.session is not None and live.session.called_otherwise(call_id, action):
+                raise _reused("call", call_id)
             body = json.dumps([action.tool, action.arguments], sort_keys=True).encode()
         except RecursionError as error:
             raise Refused(
@@ -1093,6 +1095,9 @@ class Gateway:
 
     async def exec(self, live: Live, body: wire.ExecBody, *, wait_s: float) -> wire.ExecView | None:
         """A command; None: not done yet."""
+        past = None if live.session is None else live.session.past_execs.get(f"{live.id}.x.{body.exec_id}")
+        if past is not None and past != body.request(live.id).digest():
+            raise _reused("exec", body.exec_id)
         return await self._exec(live, body, body.model_dump_json().encode(), wait_s=wait_s)
 
     async def _exec(
@@ -1149,15 +1154,17 @@ class Gateway:
                 return data, ended
             await asyncio.sleep(FOLLOW_PAUSE_S)
 
-    async def signal(self, live: Live, exec_id: str, number: int) -> bool:
+    async def signal(self, live: Live, exec_id: str, number: int, signal_id: str | None = None) -> bool:
         """Signal a running command; False when it had ended, or has not begun."""
         self._sent(live, exec_id)
         self._alive(live)
         assert live.session is not None, "a command was sent, so there is a session"
         try:
-            return await live.session.signal(f"{live.id}.x.{exec_id}", number)
+            return await live.session.signal(f"{live.id}.x.{exec_id}", number, key=signal_id)
         except FileNotFoundError:
             return False
+        except ValueError as error:
+            raise _reused("signal", str(signal_id)) from error
 
     def _sent(self, live: Live, exec_id: str) -> Operation | None:
         """A command that was sent; None: by a process before this one."""
@@ -1266,12 +1273,7 @@ class Gateway:
         known = live.operations.get(key)
         if known is not None:
             if None not in (known.digest, digest) and known.digest != digest:
-                raise Refused(
-                    409,
-                    f"{key[0]}_id_reused",
-                    f"{key[0]}_id {key[1]} was used for something else.",
-                    fix="Use a new id for a new request, or send the same body.",
-                )
+                raise _reused(*key)
             return known
         self._alive(live)
         if live.session is None or live.state not in (State.READY, State.RUNNING):
@@ -1634,6 +1636,15 @@ def _uploaded(folder: Path) -> list[Task]:
         except (TaskError, OSError) as error:
             log.error("an uploaded package is left out: %s", error)
     return found
+
+
+def _reused(what: str, key: str) -> Refused:
+    return Refused(
+        409,
+        f"{what}_id_reused",
+        f"{what}_id {key} was used for something else.",
+        fix="Use a new id for a new request, or send the same body.",
+    )
 
 
 def _forgotten() -> Refused:

@@ -163,6 +163,26 @@ def test_without_descriptors_left_no_sandbox_is_made_and_nothing_of_it_stays(
     asyncio.run(run())
 
 
+def test_a_log_that_can_not_be_opened_leaves_no_socket(backend: LocalBackend, tmp_path: Path) -> None:
+    case = Case(backend, tmp_path, kill_agent)
+
+    async def run() -> None:
+        image = await case.image()
+        gc.collect()
+        held = len(os.listdir("/proc/self/fd"))
+        (backend._folder / "zygote.log").mkdir(parents=True)
+        for _ in range(3):
+            with pytest.raises(OSError, match="Is a directory"):
+                await backend.create(SandboxSpec(image=image), image=image, session="test")
+        assert len(os.listdir("/proc/self/fd")) == held
+        (backend._folder / "zygote.log").rmdir()
+        async with case.sandbox() as box:
+            assert (await sh(box, "echo on")).stdout.head == b"on\n"
+        await backend.close()
+
+    asyncio.run(run())
+
+
 def test_sparse_files_that_are_whole_ones_elsewhere_are_the_policys_doing(
     backend: LocalBackend, tmp_path: Path
 ) -> None:

@@ -187,7 +187,7 @@ class MemorySandbox:
         data = (result.stdout if stream == "stdout" else result.stderr).head
         return data[offset : offset + max_bytes], True
 
-    async def signal(self, exec_id: str, number: int) -> bool:
+    async def signal(self, exec_id: str, number: int, *, key: str | None = None) -> bool:
         return False
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 24) -> bytes:

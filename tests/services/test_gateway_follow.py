@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
-from gateway_given import IMAGE, World, until, world
+from gateway_given import IMAGE, TOKENS, URL, World, until, world
 
 from agentrl.errors import SandboxError
 from agentrl.store import Store
@@ -99,6 +100,45 @@ def test_a_signal_reaches_the_running_command_and_only_that(store: Store, task: 
             assert after.stdout.head == "on\n"
             with pytest.raises(SandboxError, match="ran no command g"):
                 await here.ada.send(calls.signal(session, "g", "INT"))
+
+    asyncio.run(run())
+
+
+class Lossy:
+    """Does what is asked, and loses the first answer to a signal."""
+
+    def __init__(self, inner: httpx.ASGITransport) -> None:
+        self.inner = inner
+        self.asked: list[bytes] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await self.inner.handle_async_request(request)
+        if request.url.path.endswith("/signal"):
+            self.asked.append(request.content)
+            if len(self.asked) == 1:
+                raise httpx.ReadError("the connection was lost after the request")
+        return response
+
+    async def aclose(self) -> None: ...
+
+
+def test_a_signal_whose_answer_was_lost_is_sent_once(store: Store, task: Task, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with on_processes(store, task, tmp_path) as (here, session):
+            lossy = Lossy(here.transport)
+            client = calls.AsyncClient(URL, token=TOKENS["ada"], way=lossy)
+            command = "trap 'echo caught' USR1; echo ready; while [ ! -e go ]; do sleep 0.05; done"
+            asked = asyncio.create_task(here.ada.send(calls.run(session, body(command))))
+            await until(lambda: bool(here.gateway._live[session].operations))
+            async for piece in calls.follow(here.ada, session, "e"):
+                if b"ready" not in piece:
+                    continue
+                for sent in (2, 3):  # a new one is a new one
+                    assert (await client.send(calls.signal(session, "e", "USR1"))).running
+                    assert len(lossy.asked) == sent
+                    await asyncio.sleep(0.3)  # two signals at the same moment would be one
+                await _touch(here, session)
+            assert (await asked).stdout.head == "ready\ncaught\ncaught\n"
 
     asyncio.run(run())
 

@@ -255,7 +255,7 @@ def test_a_result_that_the_sandbox_no_longer_has_ends_no_session(store: Store, t
             view = await ready(here, task)
             live = here.gateway._live[view.id]
             assert live.session is not None
-            live.session.past_execs = frozenset({f"{view.id}.x.e"})  # sent by a process before this one
+            live.session.past_execs = {f"{view.id}.x.e": None}  # sent by a process before this one
             gone = True
             url = f"/v1/sessions/{view.id}/exec"
             asked = await http.get(f"{url}/e")

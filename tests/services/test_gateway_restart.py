@@ -12,14 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from gateway_given import TOKENS, tenant
 
 from agentrl.errors import SandboxError
 from agentrl.store import Store
-from agentrl.types import Action, EvidenceKey, Task, Termination
+from agentrl.types import Action, EvidenceKey, Observation, Task, Termination
 from envs.sandbox.backends import checked
 from envs.tasks import package
 from harness.gateway import client as calls
@@ -262,5 +264,61 @@ def test_a_session_that_began_from_a_snapshot_is_adopted_and_its_verdict_still_s
             assert start.facts["snapshot"] == snapshot.digest
         process.kill(signal.SIGTERM)
         assert await gone(process, BUSY_S) == []
+
+    asyncio.run(run())
+
+
+def test_an_id_that_was_used_before_a_restart_is_not_another_commands_after_it(process: Process) -> None:
+    """A signal's neither: what was sent once is answered as then, and something else under its id is
+    refused."""
+
+    async def run() -> None:
+        process.start()
+        async with process.client() as client:
+            view = await client.send(calls.open_session(client_key="k", task_id=process.task.id))
+            while view.waiting:
+                view = await client.send(calls.session(view.id, wait_s=5))
+
+            def shell(exec_id: str, command: str) -> calls.Call[wire.ExecView]:
+                return calls.run(view.id, wire.ExecBody(exec_id=exec_id, command=command, follow=True))
+
+            def tool(call_id: str, command: str) -> calls.Call[tuple[Observation, bool]]:
+                words = {"command": command}
+                return calls.tool(
+                    view.id, "bash", call_id=call_id, action_id="a", arguments=words, deadline_s=60
+                )
+
+            waiting = shell("w", "trap 'echo caught' USR1; echo on; while [ ! -e go ]; do sleep 0.05; done")
+            first, seen = await client.send(shell("e", "echo 1")), await client.send(tool("c", "echo 2"))
+            token = {"Authorization": f"Bearer {TOKENS['ada']}", "Content-Type": "application/json"}
+            async with httpx.AsyncClient(base_url=process.url, headers=token) as http:
+                assert (await http.post(f"{waiting.path}?wait_s=0", content=waiting.body)).status_code == 202
+            async for piece in calls.follow(client, view.id, "w"):
+                if b"on" in piece:
+                    break
+            hit = calls.signal(view.id, "w", "USR1")
+            assert (await client.send(hit)).running
+            process.kill()
+            process.start()
+            assert (await client.send(hit)).running, "as it was answered then"
+            again = await client.send(shell("e", "echo 1"))
+            assert again.model_copy(update={"queue_ms": first.queue_ms}) == first
+            assert (await client.send(tool("c", "echo 2")))[0].text == seen[0].text
+            async with httpx.AsyncClient(base_url=process.url, headers=token) as http:
+                # From here on the gateway holds a command whose words it was never told.
+                told = await http.get(f"/v1/sessions/{view.id}/exec/e", params={"wait_s": 30})
+                assert told.json()["stdout"]["head"] == "1\n"
+            other = hit.body.replace(b"USR1", b"USR2") if hit.body else None
+            for call, code in (
+                (shell("e", "echo 3"), "exec_id_reused"),
+                (shell("w", "true"), "exec_id_reused"),
+                (tool("c", "echo 3"), "call_id_reused"),
+                (replace(hit, body=other), "signal_id_reused"),
+            ):
+                with pytest.raises(SandboxError) as refused:
+                    await client.send(call)
+                assert refused.value.code == code
+            await client.send(calls.put_file(view.id, "go", b""))
+            assert (await client.send(waiting)).stdout.head == "on\ncaught\n", "one signal, not two"
 
     asyncio.run(run())
