@@ -28,6 +28,7 @@ from envs.evidence import Admission, Witness, fault_of, of_system
 from envs.sandbox.adoption import Outliving
 from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Following, Health, Mount
 from envs.sandbox.images import workspace
+from envs.sandbox.oci import located
 from envs.sandbox.pressure import QUEUE_DEADLINE_S
 
 CREATE_DEADLINE_S = 120.0
@@ -526,7 +527,8 @@ def _searches_history(command: str) -> bool:
 async def prepare(task: Task, backend: Backend) -> str:
     """The digest of the task's image on this backend. Raises `BoundaryError`."""
     folder = Path(task.path) / "environment"
-    wanted = str(folder) if task.sandbox.image.startswith("dir:") else task.sandbox.image
+    image = located(task.sandbox.image, Path(task.path))
+    wanted = str(folder) if image.startswith("dir:") else image
     try:
         async with asyncio.timeout(PREPARE_DEADLINE_S):
             return await backend.prepare(wanted)

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, cast
 
 from agentrl.config import environment
 from agentrl.errors import SandboxError, TaskError
-from envs.sandbox import agent, docker_init, rootfs
+from envs.sandbox import agent, docker_init, oci, rootfs
 from envs.sandbox.engine import Engine, EngineRefused
 from envs.sandbox.images import Images, changing, checked_name, folder_digest, is_name
 from envs.sandbox.interpreter import base_python
@@ -32,6 +32,8 @@ from envs.sandbox.pressure import Pressure
 
 TOOLS = "/opt/agentrl/tools"
 PYTHON = "/opt/agentrl/python"
+SAVED = "agentrl/image:"
+"""Repository of the images that were loaded from this machine's disk; the tag is the image's id."""
 BUILD_DEADLINE_S = 1800.0
 PULL_DEADLINE_S = 1800.0
 IMPORT_DEADLINE_S = 300.0
@@ -108,6 +110,8 @@ class DockerImages:
 
     async def prepare(self, environment_dir: str) -> str:
         """Returns the folder's digest, or that of a named image. See `contract.Backend.prepare`."""
+        if (saved := oci.reference(environment_dir)) is not None:
+            return await self._prepare_saved(saved)
         if is_name(environment_dir):
             return await self._prepare_named(checked_name(environment_dir))
         digest = await self._copies.prepare(environment_dir)
@@ -128,6 +132,39 @@ class DockerImages:
             if await self._recall(digest) is None:
                 self._keep(digest, await self._describe(image, files=False))
         return digest
+
+    async def _prepare_saved(self, wanted: oci.Reference) -> str:
+        """An image on this machine's disk: checked here, then loaded into the engine once."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        digest = await asyncio.to_thread(oci.identity, wanted, self._root)
+        tag = SAVED + digest.partition(":")[2]
+        async with self._lock(digest):
+            if await self._recall(digest) is None:
+                found = await self._engine.image(tag, phase="load")
+                if found is None:
+                    await self._load(wanted, tag)
+                    found = await self._engine.image(tag, phase="load")
+                self._keep(digest, await self._describe(_id(found, tag), files=False))
+        return digest
+
+    async def _load(self, wanted: oci.Reference, tag: str) -> None:
+        with tempfile.TemporaryFile(dir=self._root) as file:
+            await asyncio.to_thread(oci.save, wanted, self._root, tag, cast(BinaryIO, file))
+            file.seek(0)
+            content = _pieces(cast(BinaryIO, file))
+            try:
+                problem = await self._follow(
+                    "/images/load", {"quiet": "1"}, content, phase="load", deadline_s=IMPORT_DEADLINE_S
+                )
+            except EngineRefused as refused:
+                problem = _Failed(refused.message, recipe=False)
+        if problem is not None:
+            raise SandboxError(
+                f"The engine did not load the image {wanted}: {problem.words[-WORDS:]}",
+                fix="Try it by hand: `docker load`; look at the engine's disk.",
+                code="load_failed",
+                phase="load",
+            )
 
     def _keep(self, digest: str, prepared: Prepared) -> None:
         self._note(digest).parent.mkdir(parents=True, exist_ok=True)

@@ -135,8 +135,9 @@ class Images:
     def _copy_environment(self, environment: Path) -> str:
         if is_name(str(environment)):
             raise TaskError(
-                f"The image {checked_name(str(environment))} can not be used here: nothing here runs images.",
-                fix="Use the docker or kubernetes backend, or give the task an environment/ folder.",
+                f"The image {checked_name(str(environment))} can not be used: nothing here asks a registry.",
+                fix="Use the docker or kubernetes backend; or save it (`docker save`) and name the file,"
+                " docker-archive:PATH; or give the task an environment/ folder.",
                 code="image_unsupported",
                 phase="prepare",
             )

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from agentrl.config import environment
 from agentrl.errors import SandboxError
-from envs.sandbox import rootfs
-from envs.sandbox.docker_images import DockerImages
+from envs.sandbox import oci, rootfs
+from envs.sandbox.docker_images import SAVED, DockerImages
 from envs.sandbox.engine import Engine, socket_path
 from envs.sandbox.images import Images, checked_name, is_name
 from envs.sandbox.pressure import Pressure
@@ -70,14 +70,24 @@ class KubernetesImages:
 
     async def prepare(self, environment_dir: str) -> str:
         """Returns the folder's digest, or that of a named image. See `contract.Backend.prepare`."""
-        named = is_name(environment_dir)
-        if named:
+        saved = oci.reference(environment_dir)
+        named = saved is None and is_name(environment_dir)
+        if saved is not None:
+            if not await self._shares_engine():
+                oci.refuse_elsewhere(
+                    saved,
+                    "Push it (`skopeo copy`) to a registry that the cluster pulls from, and name it there.",
+                )
+            digest = await self._built_here().prepare(environment_dir)
+        elif named:
             digest = "image:" + hashlib.sha256(checked_name(environment_dir).encode()).hexdigest()
         else:
             digest = await self._copies.prepare(environment_dir)
         async with self._locks.setdefault(digest, asyncio.Lock()):
             if digest not in self._known:
-                if named:  # The cluster pulls it; that its content stays the same is seen to at each start.
+                if saved is not None:
+                    prepared = Prepared(image=SAVED + digest.partition(":")[2], files=False)
+                elif named:  # The cluster pulls it; that its content stays the same is seen to at each start.
                     prepared = Prepared(image=environment_dir, files=False)
                 else:
                     prepared = await self._find(environment_dir, digest)

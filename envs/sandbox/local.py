@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 from agentrl.errors import SandboxError
 from agentrl.types import JsonScalar, SandboxSpec, to_dict
-from envs.sandbox import cgroups, zygote
+from envs.sandbox import cgroups, oci, zygote
 from envs.sandbox import namespaces as ns
 from envs.sandbox.agent import Inbox
 from envs.sandbox.channel import Channel
@@ -42,6 +42,7 @@ from envs.sandbox.diff import diff_overlay
 from envs.sandbox.images import Images, short_of_room
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.live import LiveSandbox
+from envs.sandbox.oci import OciImages
 
 UID_BASE = 0x6A61_0000
 """First of the 65,536 ids on this machine that stand for a sandbox's ids when the host is root: nobody's."""
@@ -82,7 +83,9 @@ class LocalBackend:
         )
         self._uid_base = UID_BASE if root else None
         policy = UID_BASE + zygote.POLICY_ID
-        self._images = Images(self._state / "images", (policy, policy) if root else None)
+        owner = (policy, policy) if root else None
+        self._images = Images(self._state / "images", owner)
+        self._systems = OciImages(self._state / "images", owner, self._uid_base)
         self._hierarchy = cgroups.detect()
         self._id = f"{os.getpid()}-{os.urandom(4).hex()}"
         self._folder = self._state / "run" / self._id
@@ -141,6 +144,9 @@ class LocalBackend:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def prepare(self, environment_dir: str) -> str:
+        image = oci.reference(environment_dir)
+        if image is not None:
+            return await self._systems.prepare(image)
         return await self._images.prepare(environment_dir)
 
     async def create(
@@ -155,12 +161,17 @@ class LocalBackend:
     ) -> LiveSandbox:
         begun = time.monotonic()
         _check_spec(spec, mounts)
-        lower = self._images.require(image)
+        system: oci.System | None = None
+        if image.startswith(oci.PREFIX):
+            system = self._systems.require(image)
+            lower = await self._systems.workdir(image, spec.workdir)
+        else:
+            lower = self._images.require(image)
         binds = tuple([(str(await self._images.snapshot(m.source)), m.target) for m in mounts])
         name = f"{self._id}-{next(self._numbers)}"
         try:
             async with asyncio.timeout(deadline_s):
-                sandbox = await self._start(name, spec, image, lower, binds, begun, session)
+                sandbox = await self._start(name, spec, image, lower, binds, begun, session, system)
         except TimeoutError as error:
             raise SandboxError(
                 f"Sandbox {name} was not ready within {deadline_s:g} s.",
@@ -185,6 +196,7 @@ class LocalBackend:
         binds: tuple[tuple[str, str], ...],
         begun: float,
         session: str,
+        system: oci.System | None,
     ) -> LiveSandbox:
         zygote_ = await self._ensure_zygote()
         descriptors: list[int] = []
@@ -195,7 +207,15 @@ class LocalBackend:
                 sockets = [given.enter_context(theirs)]
                 group = self._group(name, spec)
                 request = self._request(
-                    name, spec, lower, binds, group, image=image, session=session, owner=self._owner
+                    name,
+                    spec,
+                    lower,
+                    binds,
+                    group,
+                    image=image,
+                    session=session,
+                    owner=self._owner,
+                    system=system,
                 )
                 if self._owner is not None:
                     sockets.append(given.enter_context(_listen(request["listen"])))
@@ -431,8 +451,11 @@ class LocalBackend:
         image: str,
         session: str,
         owner: str | None = None,
+        system: oci.System | None = None,
     ) -> zygote.Request:
         path = f"{zygote.TOOLS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        given = () if system is None else system.volumes
+        taken = (spec.workdir, HOME, "/tmp", "/var/tmp", "/logs", *(target for _, target in binds))
         one_user = self._uid_base is None
         return {
             "id": name,
@@ -444,6 +467,8 @@ class LocalBackend:
             "folder": str(self._folder),
             "log": str(self._log(name)),
             "lower": str(lower),
+            "tree": None if system is None else system.tree,
+            "volumes": [path for path in given if path.rstrip("/") not in taken],
             "binds": binds,
             "workdir": spec.workdir,
             "home": HOME,
@@ -459,8 +484,8 @@ class LocalBackend:
             "settings": {
                 "workdir": spec.workdir,
                 "home": HOME,
-                "path": path,
-                "env": spec.env,
+                "path": path if system is None else system.path,
+                "env": spec.env if system is None else {**system.env, **spec.env},
                 "policy_uid": None if one_user else zygote.POLICY_ID,
                 "rlimits": {
                     "NOFILE": OPEN_FILES,

@@ -71,19 +71,24 @@ def bind(source: str, target: str, attributes: int) -> None:
     """Bind a tree and everything mounted below it, with these attributes on all of it."""
     mount(source, target, None, MS_BIND | MS_REC)
     if attributes:
-        request = struct.pack("=QQQQ", attributes, 0, 0, 0)
-        number = _NUMBERS["mount_setattr"]
-        _checked(
-            _libc.syscall(
-                ctypes.c_long(number),
-                ctypes.c_int(_AT_FDCWD),
-                os.fsencode(target),
-                ctypes.c_uint(_AT_RECURSIVE),
-                request,
-                ctypes.c_size_t(len(request)),
-            ),
-            f"mount_setattr {target}",
-        )
+        restrict(target, attributes, _AT_RECURSIVE)
+
+
+def restrict(target: str, attributes: int, flags: int = 0) -> None:
+    """Give a mount these attributes."""
+    request = struct.pack("=QQQQ", attributes, 0, 0, 0)
+    number = _NUMBERS["mount_setattr"]
+    _checked(
+        _libc.syscall(
+            ctypes.c_long(number),
+            ctypes.c_int(_AT_FDCWD),
+            os.fsencode(target),
+            ctypes.c_uint(flags),
+            request,
+            ctypes.c_size_t(len(request)),
+        ),
+        f"mount_setattr {target}",
+    )
 
 
 def enter_root(root: str) -> None:

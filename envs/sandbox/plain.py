@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from agentrl.types import JsonScalar, SandboxSpec
-from envs.sandbox import agent
+from envs.sandbox import agent, oci
 from envs.sandbox.channel import Channel
 from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
 from envs.sandbox.diff import diff_trees
@@ -70,6 +70,8 @@ class PlainBackend:
         return "none"
 
     async def prepare(self, environment_dir: str) -> str:
+        if (image := oci.reference(environment_dir)) is not None:
+            oci.refuse_elsewhere(image, "Use the local or the docker backend.")
         return await self._images.prepare(environment_dir)
 
     async def create(

@@ -35,10 +35,12 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from envs.sandbox import agent
 from envs.sandbox import namespaces as ns
+from envs.sandbox.scoped import inside
 
 POLICY_ID = 1000
 """User and group of the policy inside a sandbox."""
@@ -206,7 +208,6 @@ def _mounts(request: Request, base: int | None) -> tuple[str, int]:
     here: str = request["folder"]
     root, disk = here + "/root", here + "/disk"
     ns.mount("none", "/", None, ns.MS_REC | ns.MS_PRIVATE, name="make / private")
-    ns.mount("tmpfs", root, "tmpfs", ns.MS_NOSUID | ns.MS_NODEV, f"size=16m,nr_inodes=4096,{ids}")
     size, inodes = request["disk_mib"], request["disk_mib"] * 256
     ns.mount("tmpfs", disk, "tmpfs", ns.MS_NOSUID | ns.MS_NODEV, f"size={size}m,nr_inodes={inodes},{ids}")
 
@@ -219,6 +220,61 @@ def _mounts(request: Request, base: int | None) -> tuple[str, int]:
             os.chmod(path, mode)
         return path
 
+    def place(path: str) -> str:
+        """A folder of the new root, never one that a link in somebody's image leads to outside of it."""
+        return folder(inside(root, path))
+
+    if request["tree"] is None:
+        ns.mount("tmpfs", root, "tmpfs", ns.MS_NOSUID | ns.MS_NODEV, f"size=16m,nr_inodes=4096,{ids}")
+        _this_machine(request, root, folder)
+    else:
+        _overlay(request["tree"], folder(disk + "/system"), folder(disk + "/system-work"), root, base)
+        _names(here + "/etc", place("/etc"))
+        size_of_dev = f"size=64k,nr_inodes=64,{ids}"
+        ns.mount("tmpfs", place("/dev"), "tmpfs", ns.MS_NOSUID | ns.MS_NODEV, size_of_dev)
+    devices = place("/dev")
+    for name in DEVICES:
+        with open(f"{devices}/{name}", "wb"):
+            pass
+        ns.bind(f"/dev/{name}", f"{devices}/{name}", 0)
+    for name, target in (("fd", "/fd"), ("stdin", "/fd/0"), ("stdout", "/fd/1"), ("stderr", "/fd/2")):
+        os.symlink("/proc/self" + target, f"{devices}/{name}")
+    terminals = f"newinstance,ptmxmode=0666,mode=0600,max={TERMINALS}"
+    ns.mount("devpts", folder(devices + "/pts"), "devpts", ns.MS_NOSUID | ns.MS_NOEXEC, terminals)
+    os.symlink("pts/ptmx", devices + "/ptmx")
+    for name, target, uid, mode in (
+        ("tmp", "/tmp", owner, 0o1777),
+        ("var-tmp", "/var/tmp", owner, 0o1777),
+        ("shm", "/dev/shm", owner, 0o1777),
+        ("home", request["home"], policy, 0o700),
+        *([] if request["tree"] is None else [("logs", "/logs", owner, 0o755)]),
+    ):
+        ns.bind(folder(f"{disk}/{name}", uid, mode), place(target), 0)
+    for number, target in enumerate(request["volumes"]):
+        ns.bind(folder(f"{disk}/volume-{number}", owner, 0o1777), place(target), 0)
+    for name in ("/proc", "/root", "/run"):
+        place(name)
+    for source, target in request["binds"]:
+        ns.bind(source, place(target), _READ_ONLY)
+    workdir = place(request["workdir"])
+    upper = _overlay(request["lower"], folder(disk + "/upper", policy), folder(disk + "/work"), workdir, base)
+    if request["tree"] is not None:
+        ns.restrict(root, _READ_ONLY)
+    return root, upper
+
+
+def _overlay(lower: str, upper: str, work: str, target: str, base: int | None) -> int:
+    """Mount it; returns a descriptor of the upper directory."""
+    handles = [os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for path in (lower, upper, work)]
+    names = [f"/proc/self/fd/{fd}" for fd in handles]
+    options = "lowerdir={},upperdir={},workdir={},index=off".format(*names)
+    options += ",redirect_dir=nofollow,metacopy=off" if base is not None else ",userxattr"
+    ns.mount("overlay", target, "overlay", ns.MS_NOSUID | ns.MS_NODEV, options, name="mount overlay")
+    return handles[1]
+
+
+def _this_machine(request: Request, root: str, folder: Callable[[str], str]) -> None:
+    """The system of a sandbox that brings no image: this machine's own programs."""
     for path in SYSTEM_FOLDERS:
         if os.path.islink(path):
             os.symlink(os.readlink(path), root + path)
@@ -227,42 +283,20 @@ def _mounts(request: Request, base: int | None) -> tuple[str, int]:
     for path in request["python_folders"]:
         ns.bind(path, folder(root + path), _READ_ONLY)
     for path in request["hidden"]:
-        ns.bind(here + "/empty", root + path, _READ_ONLY)
+        ns.bind(request["folder"] + "/empty", root + path, _READ_ONLY)
     folder(root + TOOLS)
     for alias in ("python3", "python"):
         os.symlink(request["python"], f"{root}{TOOLS}/{alias}")
-    ns.bind(here + "/etc", folder(root + "/etc"), _READ_ONLY)
-    folder(root + "/dev")
-    for name in DEVICES:
-        with open(f"{root}/dev/{name}", "wb"):
-            pass
-        ns.bind(f"/dev/{name}", f"{root}/dev/{name}", 0)
-    for name, target in (("fd", "/fd"), ("stdin", "/fd/0"), ("stdout", "/fd/1"), ("stderr", "/fd/2")):
-        os.symlink("/proc/self" + target, f"{root}/dev/{name}")
-    terminals = f"newinstance,ptmxmode=0666,mode=0600,max={TERMINALS}"
-    ns.mount("devpts", folder(root + "/dev/pts"), "devpts", ns.MS_NOSUID | ns.MS_NOEXEC, terminals)
-    os.symlink("pts/ptmx", root + "/dev/ptmx")
-    for name, target, uid, mode in (
-        ("tmp", "/tmp", owner, 0o1777),
-        ("var-tmp", "/var/tmp", owner, 0o1777),
-        ("shm", "/dev/shm", owner, 0o1777),
-        ("home", request["home"], policy, 0o700),
-    ):
-        ns.bind(folder(f"{disk}/{name}", uid, mode), folder(root + target), 0)
-    for name in ("/proc", "/root", "/run"):
-        folder(root + name)
-    for source, target in request["binds"]:
-        ns.bind(source, folder(root + target), _READ_ONLY)
-    handles = [
-        os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for path in (request["lower"], folder(disk + "/upper", policy), folder(disk + "/work"))
-    ]
-    lower, upper, work = (f"/proc/self/fd/{fd}" for fd in handles)
-    options = f"lowerdir={lower},upperdir={upper},workdir={work},index=off"
-    options += ",redirect_dir=nofollow,metacopy=off" if base is not None else ",userxattr"
-    target = folder(root + request["workdir"])
-    ns.mount("overlay", target, "overlay", ns.MS_NOSUID | ns.MS_NODEV, options, name="mount overlay")
-    return root, handles[1]
+    ns.bind(request["folder"] + "/etc", folder(root + "/etc"), _READ_ONLY)
+
+
+def _names(ours: str, theirs: str) -> None:
+    """What an image can not know of the network that it runs in; its own files there are hidden."""
+    for name in ("hosts", "hostname", "resolv.conf"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{theirs}/{name}")
+        with open(f"{ours}/{name}", "rb") as file, open(f"{theirs}/{name}", "xb") as copy:
+            copy.write(file.read())
 
 
 def _inside(
@@ -278,7 +312,7 @@ def _inside(
     try:
         signal.set_wakeup_fd(-1)
         flags = ns.MS_NOSUID | ns.MS_NODEV | ns.MS_NOEXEC
-        ns.mount("proc", root + "/proc", "proc", flags, name="mount proc")
+        ns.mount("proc", inside(root, "/proc"), "proc", flags, name="mount proc")
         phase = "pivot_root"
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         ns.enter_root(root)

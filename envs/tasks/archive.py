@@ -10,17 +10,14 @@ place of their own that is renamed when all of it is there. Whether it is a good
 from __future__ import annotations
 
 import bz2
-import errno
 import gzip
 import io
 import lzma
 import os
 import secrets
 import shutil
-import struct
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +25,8 @@ from typing import IO, Any, cast
 
 from agentrl.errors import TaskError
 from agentrl.types import Task
+from envs.sandbox import oci
+from envs.sandbox.tars import HEADER_BYTES, OF_THE_MACHINE, UNREADABLE, Forwards
 from envs.tasks.package import load_task
 
 MAX_BYTES = 256 * 1024 * 1024
@@ -35,29 +34,8 @@ MAX_BYTES = 256 * 1024 * 1024
 MAX_ENTRIES = 20_000
 MAX_DEPTH = 32
 MAX_NAME_BYTES = 255
-HEADER_BYTES = 16 * 1024 * 1024
-"""Of what a tar says beside its files: headers, long names, padding."""
 XZ_MEMORY = 128 * 1024 * 1024
 """What unpacking xz may take; its highest preset takes half of it."""
-UNREADABLE = (
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    gzip.BadGzipFile,
-    EOFError,
-    RuntimeError,  # nested too deeply, encrypted after all, a method that is not known
-    ValueError,
-    OverflowError,
-    IndexError,
-    KeyError,
-    struct.error,
-)
-"""What the standard library says of archives that are none, or are damaged."""
-OF_THE_MACHINE = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EACCES}
-)
-"""Why a file could not be written though nothing is wrong with the archive."""
 _CHUNK = 1 << 20
 
 
@@ -96,6 +74,13 @@ def unpack(data: bytes, into: Path) -> Task:
             why = f"can not be written: {error.strerror}"
             raise _bad("archive_entry", why, "Use other names, each once.") from error
         task = load_task(_package(beside))
+        image = oci.reference(oci.located(task.sandbox.image, Path(task.path)))
+        if image is not None and not image.path.is_relative_to(task.path):
+            raise _bad(
+                "archive_path",
+                f"names an image outside of it, {task.sandbox.image[:200]!r}",
+                "Pack the image with the task, or push it to a registry.",
+            )
         target = into / task.revision
         try:
             Path(task.path).rename(target)
@@ -124,41 +109,22 @@ class _Xz:
         return piece
 
 
-class _Tar:
-    """The bytes of a tar, forwards only, as far as an archive may be long. What a header says of its own
-    length is asked for in one piece, and refused in one."""
+def _tar(data: bytes) -> Forwards:
+    """The bytes of a tar, unpacked, as far as an archive may be long."""
+    source: Any
+    if data.startswith(b"\x1f\x8b"):
+        source = gzip.GzipFile(fileobj=io.BytesIO(data))
+    elif data.startswith(b"BZh"):
+        source = bz2.BZ2File(io.BytesIO(data))
+    elif data.startswith((b"\xfd7zXZ\0", b"]\0\0")):
+        source = _Xz(data)
+    else:
+        source = io.BytesIO(data)
+    return Forwards(source, allowed=MAX_BYTES + HEADER_BYTES + _CHUNK, refuse=_too_long)
 
-    def __init__(self, data: bytes) -> None:
-        self._at = 0
-        self._source: Any
-        if data.startswith(b"\x1f\x8b"):
-            self._source = gzip.GzipFile(fileobj=io.BytesIO(data))
-        elif data.startswith(b"BZh"):
-            self._source = bz2.BZ2File(io.BytesIO(data))
-        elif data.startswith((b"\xfd7zXZ\0", b"]\0\0")):
-            self._source = _Xz(data)
-        else:
-            self._source = io.BytesIO(data)
 
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, at: int) -> None:
-        if at < self._at:
-            raise tarfile.ReadError("it points back into itself")
-        while self._at < at:
-            if not self.read(min(at - self._at, _CHUNK)):
-                break
-
-    def read(self, size: int) -> bytes:
-        if size > HEADER_BYTES or self._at + size > MAX_BYTES + HEADER_BYTES + _CHUNK:
-            raise _bad("archive_size", "is longer than a task's may be", "Leave out what no task needs.")
-        pieces = []
-        while size > 0 and (piece := self._source.read(size)):
-            pieces.append(piece)
-            size -= len(piece)
-            self._at += len(piece)
-        return b"".join(pieces)
+def _too_long() -> TaskError:
+    return _bad("archive_size", "is longer than a task's may be", "Leave out what no task needs.")
 
 
 def _entries(data: bytes) -> Iterator[_Entry]:
@@ -166,7 +132,7 @@ def _entries(data: bytes) -> Iterator[_Entry]:
         yield from _zipped(data)
         return
     try:
-        archive = tarfile.open(fileobj=cast(IO[bytes], _Tar(data)), mode="r:")  # noqa: SIM115  (closed below)
+        archive = tarfile.open(fileobj=cast(IO[bytes], _tar(data)), mode="r:")  # noqa: SIM115  (closed below)
     except tarfile.TarError as error:
         raise _bad("archive_format", "is neither tar nor zip", "Pack the folder with tar -czf.") from error
     with archive:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
+import tarfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,11 +14,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from saved import config, layer, layout, sha
 
 from agentrl.errors import BoundaryError, SandboxError, TaskError
 from agentrl.types import SandboxSpec
 from envs.sandbox import images
-from envs.sandbox.docker_images import DockerImages
+from envs.sandbox.docker_images import SAVED, DockerImages
 from envs.sandbox.engine import Engine, EngineRefused
 from envs.sandbox.kubernetes_images import KubernetesImages
 from envs.sandbox.local import LocalBackend
@@ -55,15 +58,17 @@ class FakeEngine:
     async def stream(
         self, method: str, route: str, *, params: Mapping[str, str], content: Any, **_: Any
     ) -> AsyncIterator[Lines]:
-        if content is not None:
-            async for _piece in content:
-                pass
+        data = b"".join([piece async for piece in content]) if content is not None else b""
         self.asked.append((route, params))
         await asyncio.sleep(0.01)
         if self.refuses is not None:
             raise self.refuses
         if not any("error" in record for record in self.said):
-            name = params.get("t") or f"{params['fromImage']}:{params['tag']}".replace(":sha256", "@sha256")
+            name = (
+                loaded(data)
+                if route == "/images/load"
+                else params.get("t") or f"{params['fromImage']}:{params['tag']}".replace(":sha256", "@sha256")
+            )
             self.have[name] = f"sha256:{len(self.have):064x}"
         yield Lines(self.said)
 
@@ -74,6 +79,18 @@ class FakeEngine:
 
     async def remove(self, name: str, *, deadline_s: float) -> str:
         return "removed"
+
+
+def loaded(data: bytes) -> str:
+    """The tag of the image in what `docker save` writes; it has to be whole."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        files = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    (image,) = json.loads(files["manifest.json"])
+    assert image["Config"] == f"{sha(files[image['Config']])}.json"
+    stated = json.loads(files[image["Config"]])["rootfs"]["diff_ids"]
+    assert [f"sha256:{sha(files[name])}" for name in image["Layers"]] == stated
+    (tag,) = image["RepoTags"]
+    return str(tag)
 
 
 def made(engine: FakeEngine, root: Path, base: str = "base:1") -> DockerImages:
@@ -214,6 +231,27 @@ def test_what_is_no_name_never_reaches_the_engine(tmp_path: Path, name: str) -> 
                 await backend.prepare(name)
             assert caught.value.code == "bad_image"
         assert engine.asked == []
+
+    asyncio.run(check())
+
+
+def test_an_image_on_this_machines_disk_is_loaded_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+    layers = [layer({"bin/bash": "x"}), layer({"a": "1"})]
+    digest = f"oci:{sha(config(layers))}"
+
+    async def check() -> None:
+        engine = FakeEngine()
+        known = made(engine, tmp_path / "state")
+        wanted = f"oci:{layout(tmp_path / 'l', layers)}"
+        for one in (known, known, made(engine, tmp_path / "state"), made(engine, tmp_path / "other")):
+            assert await asyncio.gather(*(one.prepare(wanted) for _ in range(3))) == [digest] * 3
+            assert (await one.require(digest)).image_id == engine.have[SAVED + digest[4:]]
+        assert [route for route, _ in engine.asked] == ["/images/load"]
+        (tmp_path / "l" / "blobs" / "sha256" / sha(layers[1])).write_bytes(b"other")
+        empty = FakeEngine()
+        with pytest.raises(TaskError, match="layer 2 of 2") as caught:
+            await made(empty, tmp_path / "third").prepare(wanted)
+        assert (caught.value.code, empty.asked) == ("bad_image", [])
 
     asyncio.run(check())
 
