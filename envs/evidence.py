@@ -25,7 +25,15 @@ from agentrl.types import (
     to_json,
 )
 from envs.sandbox.adoption import Memory, Outliving
-from envs.sandbox.contract import ExecRequest, ExecResult, FileChange, Health, Sandbox
+from envs.sandbox.contract import (
+    ExecRequest,
+    ExecResult,
+    FileChange,
+    FilePart,
+    Health,
+    InParts,
+    Sandbox,
+)
 from envs.sandbox.diff import diff_hash
 
 ANSWER_GRACE_S = 120.0
@@ -218,6 +226,21 @@ class Witness:
     async def read_file(self, path: str, *, max_bytes: int) -> bytes:
         raw: bytes = await self._within("read_file", self.sandbox.read_file(path, max_bytes=max_bytes))
         return raw
+
+    async def read_part(self, path: str, *, offset: int, max_bytes: int) -> FilePart:
+        if not isinstance(self.sandbox, InParts):
+            raise SandboxError(
+                f"The {self.sandbox.info.backend} backend reads no file in parts.",
+                fix="Read it whole, or look at a part of it with a command.",
+                owner="gateway",
+                code="unsupported",
+                phase="read_file",
+                retryable=False,
+            )
+        part: FilePart = await self._within(
+            "read_file", self.sandbox.read_part(path, offset=offset, max_bytes=max_bytes)
+        )
+        return part
 
     async def write_file(self, path: str, data: bytes, *, mode: int | None) -> None:
         await self._within("write_file", self.sandbox.write_file(path, data, mode=mode))

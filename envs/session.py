@@ -26,7 +26,16 @@ from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict
 from envs import grading, tools
 from envs.evidence import Admission, Witness, fault_of, of_system
 from envs.sandbox.adoption import Outliving
-from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Following, Health, Mount
+from envs.sandbox.contract import (
+    Backend,
+    ExecRequest,
+    ExecResult,
+    FileChange,
+    FilePart,
+    Following,
+    Health,
+    Mount,
+)
 from envs.sandbox.images import workspace
 from envs.sandbox.oci import located
 from envs.sandbox.pressure import QUEUE_DEADLINE_S
@@ -375,6 +384,10 @@ class Session:
 
     async def read_file(self, path: str, *, max_bytes: int) -> bytes:
         return await self._witness.read_file(self._at(path), max_bytes=max_bytes)
+
+    async def read_part(self, path: str, *, offset: int, max_bytes: int) -> FilePart:
+        """Part of a file: see `contract.InParts`."""
+        return await self._witness.read_part(self._at(path), offset=offset, max_bytes=max_bytes)
 
     async def write_file(self, path: str, data: bytes, *, mode: int | None) -> None:
         await self._witness.write_file(self._at(path), data, mode=mode)

@@ -960,6 +960,9 @@ def serve_gateway(
     ] = Admission.light,
     snapshots: Annotated[int, typer.Option(min=0, help="Snapshots that a tenant may keep; 0: none.")] = 64,
     snapshot_mib: Annotated[int, typer.Option(min=1, help="MiB of all snapshots of a tenant.")] = 1024,
+    download_mib: Annotated[
+        int, typer.Option(min=1, help="MiB of the largest file that is read out in parts.")
+    ] = 1024,
     warm: Annotated[
         int,
         typer.Option(
@@ -1008,6 +1011,7 @@ def serve_gateway(
         admission=str(admission),
         snapshots=snapshots,
         snapshot_mib=snapshot_mib,
+        download_mib=download_mib,
         warm=warm,
         uploads=uploads,
         as_json=json,

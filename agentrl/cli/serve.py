@@ -29,6 +29,7 @@ def gateway(
     admission: str,
     snapshots: int,
     snapshot_mib: int,
+    download_mib: int,
     warm: int,
     uploads: Path | None = None,
     as_json: bool,
@@ -53,6 +54,7 @@ def gateway(
         admission=admission,
         snapshots=snapshots,
         snapshot_mib=float(snapshot_mib),
+        download_mib=float(download_mib),
     )
 
     def announce(serving: process.Serving) -> None:

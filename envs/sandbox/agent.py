@@ -770,6 +770,22 @@ def read_file(path: str, max_bytes: int) -> tuple[Header, bytes]:
     }, data
 
 
+def read_part(path: str, offset: int, max_bytes: int) -> tuple[Header, bytes]:
+    """Part of a file, and what tells whether a later part is of the same content."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    with os.fdopen(fd, "rb") as file:
+        facts = os.fstat(fd)
+        if stat.S_ISDIR(facts.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(facts.st_mode):
+            raise Refused("not_regular", f"{path} is not a regular file")
+        file.seek(offset)
+        data = file.read(max_bytes)
+    state = f"{facts.st_dev:x}-{facts.st_ino:x}-{facts.st_size:x}-{facts.st_mtime_ns:x}"
+    sha256 = hashlib.sha256(data).hexdigest()
+    return {"size": len(data), "sha256": sha256, "file_bytes": facts.st_size, "state": state}, data
+
+
 def write_file(path: str, data: bytes, mode: int | None, sha256: str, owner: int) -> Header:
     """Write beside the target, read back, rename. Created parents belong to `owner`, who the caller is now.
 
@@ -1190,6 +1206,8 @@ class Agent:
         try:
             if op == "read":
                 return read_file(path, int(header["max_bytes"]))
+            if op == "read_part":
+                return read_part(path, int(header["offset"]), int(header["max_bytes"]))
             if op == "write":
                 owner = os.getuid() if settings.policy_uid is None else settings.policy_uid
                 return write_file(path, body, header["mode"], header["sha256"], owner), b""

@@ -233,6 +233,26 @@ class Following(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class FilePart:
+    """Part of a file. Parts with the same `state` are of the same content."""
+
+    data: bytes
+    """Empty at and beyond the end."""
+    file_bytes: int
+    """Of the whole file."""
+    state: str
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A sandbox whose files can be read in parts, however large they are. Optional beside `Sandbox`."""
+
+    async def read_part(self, path: str, *, offset: int, max_bytes: int) -> FilePart:
+        """At most `max_bytes` of a file from a byte on. Raises as `Sandbox.read_file` does."""
+        ...
+
+
 @runtime_checkable
 class Short(Protocol):
     """A backend that can say beforehand that it has no room. Optional beside `Backend`."""

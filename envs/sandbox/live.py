@@ -26,6 +26,7 @@ from envs.sandbox.contract import (
     ExecResult,
     Expired,
     FileChange,
+    FilePart,
     Health,
     NotRegular,
     SandboxInfo,
@@ -220,6 +221,20 @@ class LiveSandbox:
             )
         return body
 
+    async def read_part(self, path: str, *, offset: int, max_bytes: int) -> FilePart:
+        header = {
+            "op": "read_part",
+            "path": self._paths.inside(path),
+            "offset": offset,
+            "max_bytes": max_bytes,
+        }
+        facts, body = await self._call(header, deadline_s=self._allowance_s)
+        if len(body) != facts["size"] or hashlib.sha256(body).hexdigest() != facts["sha256"]:
+            raise ExecUnknown(
+                f"Sandbox {self._info.id}: {path} arrived damaged.", code="answer_cut", phase="read_file"
+            )
+        return FilePart(data=body, file_bytes=facts["file_bytes"], state=facts["state"])
+
     async def write_file(self, path: str, data: bytes, *, mode: int | None = 0o644) -> None:
         digest = hashlib.sha256(data).hexdigest()
         header = {"op": "write", "path": self._paths.inside(path), "mode": mode, "sha256": digest}
@@ -286,7 +301,7 @@ class LiveSandbox:
     async def _call(
         self, header: dict[str, Any], body: bytes = b"", *, deadline_s: float
     ) -> tuple[dict[str, Any], bytes]:
-        if self._condemned is not None and header["op"] in ("exec", "read", "write", "apply"):
+        if self._condemned is not None and header["op"] in ("exec", "read", "read_part", "write", "apply"):
             raise SandboxError(
                 f"Sandbox {self._info.id} is condemned: {self._condemned}.",
                 fix="Close it and start another.",

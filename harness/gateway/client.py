@@ -30,6 +30,7 @@ from agentrl.errors import AgentRLError, ConfigError, EvidenceError, SandboxErro
 from agentrl.inference.connections import Connections, NotConnected, TransportError
 from agentrl.types import Fault, Limits, Observation, Termination, Verdict, from_json, to_dict
 from envs.evidence import Admission
+from envs.sandbox.contract import FilePart
 from harness.gateway import wire
 
 T = TypeVar("T")
@@ -545,6 +546,68 @@ def get_file(session_id: str, path: str) -> Call[bytes]:
         read=lambda response: response.content,
         deadline_s=180.0,
     )
+
+
+def file_part(session_id: str, path: str, *, offset: int) -> Call[FilePart]:
+    """Part of a file from a byte on; see `download`."""
+    return Call(
+        method="GET",
+        path=_of(session_id, "files"),
+        params={"path": path, "offset": offset, "max_bytes": wire.PART_BYTES},
+        read=lambda response: FilePart(
+            data=response.content,
+            file_bytes=int(response.headers.get("x-file-bytes", "none said")),
+            state=response.headers.get("x-file-state", ""),
+        ),
+        deadline_s=180.0,
+    )
+
+
+def _parts(session_id: str, path: str) -> Generator[Call[FilePart], FilePart, None]:
+    """What to ask for until the whole file is there; the answers are sent in."""
+    at, state = 0, None
+    while True:
+        part = yield file_part(session_id, path, offset=at)
+        if part.state != (state or part.state) or (not part.data and at < part.file_bytes):
+            raise SandboxError(
+                f"{path} was changed while it was read.",
+                fix="Stop what writes it, or copy it first; then read it again.",
+                owner="gateway",
+                code="file_changed",
+                phase="read_file",
+            )
+        at, state = at + len(part.data), part.state
+        if at >= part.file_bytes:
+            return
+
+
+async def download(client: AsyncClient, session_id: str, path: str) -> AsyncIterator[bytes]:
+    """A file of any size that the gateway lets out, in pieces: never more than one is in memory. Raises
+    `SandboxError` file_changed when they are not of one content."""
+    steps = _parts(session_id, path)
+    call = next(steps)
+    while True:
+        part = await client.send(call)
+        try:
+            call = steps.send(part)
+        except StopIteration:
+            yield part.data
+            return
+        yield part.data
+
+
+def download_sync(client: Client, session_id: str, path: str) -> Iterator[bytes]:
+    """`download` for synchronous callers."""
+    steps = _parts(session_id, path)
+    call = next(steps)
+    while True:
+        part = client.send(call)
+        try:
+            call = steps.send(part)
+        except StopIteration:
+            yield part.data
+            return
+        yield part.data
 
 
 def diff(session_id: str) -> Call[wire.DiffView]:

@@ -24,6 +24,8 @@ MAX_WAIT_S = 60.0
 MAX_SNAPSHOT_S = 30 * 86_400.0
 MAX_EPOCH = (1 << 53) - 1
 """Highest epoch of a lease: what every JSON reader and every store takes as a whole number."""
+PART_BYTES = 1 << 20
+"""Of a file that is read in parts: what one answer holds at most."""
 FAULT_CHARS = 200
 """Longest code and phase of a fault."""
 COMMAND_CHARS = 1 << 17

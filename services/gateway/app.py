@@ -21,12 +21,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 
-from agentrl.errors import BoundaryError, ConfigError, StoreError
+from agentrl.errors import BoundaryError, ConfigError, SandboxError, StoreError
 from agentrl.store import TenantRow
 from agentrl.types import Action, Observation, Task, Verdict, to_json
 from envs import grading
 from envs.evidence import Admission
-from envs.sandbox.contract import NotRegular
+from envs.sandbox.contract import FilePart, NotRegular
 from harness.gateway import wire
 from services.gateway.core import Gateway, Live
 from services.gateway.limits import MAX_FILE_BYTES, LimitBody
@@ -445,9 +445,43 @@ def _sessions(gateway: Gateway) -> APIRouter:
         response_class=Response,
         responses={200: {"content": {"application/octet-stream": {}}}},
     )
-    async def get_file(one: Session, path: FilePath) -> Response:
-        """The bytes of a file as the policy sees it."""
+    async def get_file(
+        one: Session,
+        path: FilePath,
+        offset: Annotated[
+            int | None, Query(ge=0, le=1 << 40, description="A part of it, from this byte on.")
+        ] = None,
+        max_bytes: Annotated[
+            int, Query(ge=1, le=wire.PART_BYTES, description="Of a part.")
+        ] = wire.PART_BYTES,
+    ) -> Response:
+        """The bytes of a file as the policy sees it; a large one in parts, with `offset`.
+
+        In the headers of a part: `X-File-Bytes`, the size of the whole, and `X-File-State`, which is another
+        when the file was changed between two parts. Ask again from there until `X-File-Bytes` are read.
+        """
         inside = _inside(path)
+        if offset is not None:
+
+            async def read_part(session: Any) -> FilePart:
+                try:
+                    got: FilePart = await session.read_part(inside, offset=offset, max_bytes=max_bytes)
+                except SandboxError as error:
+                    if error.code == "unsupported":  # of the backend: nothing has happened to the session
+                        raise Refused(409, error.code, error.message, fix=error.fix or "") from error
+                    raise
+                return got
+
+            part = await _of_file(gateway, one, "read_file", inside, read_part)
+            if part.file_bytes > gateway.settings.download_mib * 2**20:
+                raise Refused(
+                    413,
+                    "file_too_large",
+                    f"{inside} has {part.file_bytes} bytes, more than {gateway.settings.download_mib:g} MiB.",
+                    fix="Pack or split it in the sandbox, or serve with a higher --download-mib.",
+                )
+            headers = {"X-File-Bytes": str(part.file_bytes), "X-File-State": part.state}
+            return Response(part.data, media_type="application/octet-stream", headers=headers)
 
         async def read(session: Any) -> bytes:
             raw: bytes = await session.read_file(inside, max_bytes=MAX_FILE_BYTES)
@@ -566,5 +600,5 @@ async def _of_file(gateway: Gateway, one: Live, what: str, path: str, work: Any)
         raise Refused(409, "file", f"{path}: {why}.", fix="Correct the path.") from error
     except ValueError as error:
         raise Refused(
-            413, "file_too_large", f"{path}: {error}"[:1000], fix="Split it, or look at a part with exec."
+            413, "file_too_large", f"{path}: {error}"[:1000], fix="Read it in parts, with offset=0 and on."
         ) from error

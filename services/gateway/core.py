@@ -120,6 +120,8 @@ class Settings:
     """Sandboxes made at once, at most."""
     snapshots: int = 64
     """Snapshots that a tenant may keep."""
+    download_mib: float = 1024.0
+    """Largest file that can be read in parts."""
     snapshot_mib: float = 1024.0
     """Sum of their bytes, of a tenant."""
     admission: str = "light"

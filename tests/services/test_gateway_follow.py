@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from gateway_given import IMAGE, TOKENS, URL, World, until, world
 
-from agentrl.errors import SandboxError
+from agentrl.errors import ConfigError, SandboxError
 from agentrl.store import Store
 from agentrl.types import Task, to_dict
 from envs.evidence import Admission
@@ -139,6 +141,40 @@ def test_a_signal_whose_answer_was_lost_is_sent_once(store: Store, task: Task, t
                     await asyncio.sleep(0.3)  # two signals at the same moment would be one
                 await _touch(here, session)
             assert (await asked).stdout.head == "ready\ncaught\ncaught\n"
+
+    asyncio.run(run())
+
+
+def test_a_file_of_150_megabytes_comes_out_in_pieces_and_no_more_of_it_is_ever_in_memory(
+    store: Store, task: Task, tmp_path: Path
+) -> None:
+    """Row 66. The gateway and the caller are this process: its peak says what both held."""
+
+    async def run() -> None:
+        async with on_processes(store, task, tmp_path) as (here, session):
+            make = "yes 0123456789abcde | head -c 150000000 > big; sha256sum < big; : > empty"
+            made = await here.ada.send(calls.run(session, body(make)))
+            seen, count, most = hashlib.sha256(), 0, 0
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            async for piece in calls.download(here.ada, session, "big"):
+                seen.update(piece)
+                count, most = count + len(piece), max(most, len(piece))
+            grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            assert (count, seen.hexdigest()) == (150_000_000, made.stdout.head.split()[0])
+            assert most <= wire.PART_BYTES
+            assert grown_kib < 48 * 1024
+            assert [piece async for piece in calls.download(here.ada, session, "empty")] == [b""]
+            with pytest.raises(SandboxError, match=r"There is no nothing\.txt"):
+                await here.ada.send(calls.file_part(session, "nothing.txt", offset=0))
+
+            pieces = calls.download(here.ada, session, "big")
+            await anext(pieces)
+            await here.ada.send(calls.run(session, body("echo more >> big", "more")))
+            with pytest.raises(SandboxError, match="was changed while it was read"):
+                await anext(pieces)
+            here.gateway.settings = replace(here.gateway.settings, download_mib=1.0)
+            with pytest.raises(ConfigError, match=r"more than 1 MiB.*Pack or split"):
+                await here.ada.send(calls.file_part(session, "big", offset=0))
 
     asyncio.run(run())
 
