@@ -1568,13 +1568,13 @@ def serve(settings: Settings, connection: socket.socket, listener: socket.socket
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Runs commands inside a sandbox for the gateway.")
-    parser.add_argument("--config", required=True, help="JSON object of settings")
+    parser.add_argument("--config", required=True, help="JSON object of settings; -: read it from stdin")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--fd", type=int, help="an inherited, connected stream socket")
     where.add_argument("--listen", help="path of a unix socket to listen on")
     where.add_argument("--listen-tcp", metavar="HOST:PORT", help="address to listen on; needs AGENTRL_TOKEN")
     options = parser.parse_args(argv)
-    settings = Settings(**json.loads(options.config))
+    settings = Settings(**json.loads(sys.stdin.read() if options.config == "-" else options.config))
     token = os.environ.pop("AGENTRL_TOKEN", None)
     harden(settings)
     if options.fd is not None:

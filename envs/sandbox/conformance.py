@@ -236,6 +236,33 @@ async def the_environment_is_fixed_and_holds_nothing_of_the_host(case: Case) -> 
 
 
 @kind()
+async def no_value_of_an_environment_is_an_argument_of_a_process(case: Case) -> None:
+    """Row 98: every user of a machine can read those. Looked at from outside, where processes are seen."""
+    image = await case.image()
+    secrets = {"TASK_TOKEN": "task-secret-7b21", "CALL_TOKEN": "call-secret-c04d"}
+    spec = SandboxSpec(image=image, memory_mib=256, disk_mib=64, env={"TASK_TOKEN": secrets["TASK_TOKEN"]})
+    box = await case.backend.create(spec, image=image, session="secrets")
+    try:
+        request = ExecRequest(
+            exec_id="secrets",
+            command='echo "$TASK_TOKEN $CALL_TOKEN"; while [ ! -e go ]; do sleep 0.02; done',
+            env={"CALL_TOKEN": secrets["CALL_TOKEN"]},
+        )
+        asked = asyncio.create_task(box.exec(request))
+        await asyncio.sleep(0.3)
+        seen = b""
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it has just ended
+                seen += Path(f"/proc/{name}/cmdline").read_bytes() + b"\n"
+        await box.write_file("go", b"")
+        assert (await asked).stdout.text().split() == list(secrets.values())
+        assert seen
+        assert [value for value in secrets.values() if value.encode() in seen] == []
+    finally:
+        await box.close()
+
+
+@kind()
 async def a_program_can_open_a_terminal_of_its_own(case: Case) -> None:
     """tmux, script and expect do: it is none of the machine's."""
     code = "import os, pty; a, b = pty.openpty(); print(os.ttyname(b)); print(os.isatty(b))"

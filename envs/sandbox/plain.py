@@ -132,14 +132,16 @@ class PlainBackend:
         }
         ours, theirs = socket.socketpair()
         log = folder / "agent.log"
-        with theirs, log.open("wb") as errors:
+        with theirs, log.open("wb") as errors, tempfile.TemporaryFile() as config:
+            config.write(json.dumps(settings).encode())  # not as an argument: everybody reads those
+            config.seek(0)
             process = subprocess.Popen(  # noqa: ASYNC220  (a vfork and an exec: about a millisecond)
                 [
                     *(self._python, "-I", "-S", agent.__file__),
-                    *("--config", json.dumps(settings), "--fd", str(theirs.fileno())),
+                    *("--config", "-", "--fd", str(theirs.fileno())),
                 ],
                 pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
+                stdin=config,
                 stdout=errors,
                 stderr=errors,
                 env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
