@@ -56,7 +56,9 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _CHUNK = 1 << 20
 _TAGS = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_PLACES = ("/etc", "/dev/pts", "/proc", "/tmp", "/var/tmp", "/root", "/run", "/logs", "/home/policy")
+_PLACES = ("/etc", "/dev", "/proc", "/tmp", "/var/tmp", "/root", "/run", "/logs", "/home/policy")
+_OWN = ("/dev", "/proc")
+"""Programs open what is there by name: behind a link, other mounts may hide it."""
 _TAKEN = ("", "proc", "dev", "sys")
 _AGAIN = "Pull or pack it again."
 
@@ -695,9 +697,10 @@ def _require_places(what: str, tree: Path, places: tuple[str, ...]) -> None:
     for place in places:
         try:
             path = inside(str(tree), place)
+            led_away = place in _OWN and path != f"{tree}{place}"
             while not os.path.lexists(path):
                 path = os.path.dirname(path)
-            good = os.path.isdir(path)
+            good = os.path.isdir(path) and not led_away
         except OSError:
             good = False
         if not good:

@@ -57,7 +57,8 @@ _FOLDERS = (
     "var/tmp",
     "usr/local/bin",
 )
-_LDD_DEADLINE_S = 30.0
+_LDD_DEADLINE_S = 180.0
+"""It starts the dynamic linker once per file: on a machine that has no time to spare, half a minute."""
 
 
 def identity() -> str:
@@ -92,14 +93,22 @@ def _programs() -> list[str]:
 
 def _libraries(files: list[str]) -> set[str]:
     """The shared libraries of these files, as the dynamic linker finds them."""
-    done = subprocess.run(
-        ["ldd", *files],
-        capture_output=True,
-        text=True,
-        timeout=_LDD_DEADLINE_S,
-        check=False,
-        env={"LC_ALL": "C"},
-    )
+    try:
+        done = subprocess.run(
+            ["ldd", *files],
+            capture_output=True,
+            text=True,
+            timeout=_LDD_DEADLINE_S,
+            check=False,
+            env={"LC_ALL": "C"},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError(
+            f"ldd did not name the libraries of {len(files)} programs within {_LDD_DEADLINE_S:g} s.",
+            fix="Look at the load of this machine, or set AGENTRL_DOCKER_BASE to an image of your own.",
+            code="no_base",
+            phase="prepare",
+        ) from error
     return {
         word
         for line in done.stdout.splitlines()
