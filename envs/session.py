@@ -440,11 +440,15 @@ class Session:
 
     # ------------------------------------------------------------------------------------------- the verdict
 
-    async def finalize(self, *, termination: Termination, fault: Fault | None) -> Verdict:
+    async def finalize(self, *, termination: Termination, fault: Fault | None, keep: bool = False) -> Verdict:
         """The verdict; asked again, the same one.
 
         A fault that is not scored (or a cancelled attempt) is the verdict: no reward. Otherwise every process
         is killed, the sandbox probed and its diff judged elsewhere, also when the attempt ran out of time.
+
+        The sandbox ends before another one is asked for, so that attempts which fill the backend never wait
+        for each other's room. With `keep` it stays until `close` or `release`: a process after this one can
+        then judge it again.
         """
         async with self._lock:
             if self.verdict is not None:
@@ -465,7 +469,7 @@ class Session:
                     retryable=True,
                     message=f"Finalized while {self.state}, after an error that nobody reported.",
                 )
-            self.verdict = await self._judge(fault)
+            self.verdict = await self._judge(fault, keep)
             if self.verdict.reward is not None:
                 self._move(State.DONE)
             elif termination is Termination.CANCELLED:
@@ -474,7 +478,7 @@ class Session:
                 self._move(State.FAILED, self.verdict.fault.code if self.verdict.fault else "")
             return self.verdict
 
-    async def _judge(self, fault: Fault | None) -> Verdict:
+    async def _judge(self, fault: Fault | None, keep: bool) -> Verdict:
         if fault is not None and not fault.scored:
             return self._unscored(fault)
         self._move(State.FINALIZING)
@@ -487,6 +491,8 @@ class Session:
         seen = self._witness.evidence()
         assert self.signing_key is not None, "the caller gives the key before it asks for a verdict"
         self._move(State.VERIFYING)
+        if not keep:
+            await self.release()
         return await grading.grade(
             self.task,
             self._backend,
@@ -510,9 +516,13 @@ class Session:
         )
         return verdict if self.signing_key is None else grading.sign(verdict, self.signing_key)
 
+    async def release(self) -> None:
+        """End the sandbox, of which everything that a verdict needs is known. Idempotent."""
+        await self._witness.sandbox.close()
+
     async def close(self) -> None:
         """End the sandbox. Idempotent; without a verdict the session counts as cancelled."""
-        await self._witness.sandbox.close()
+        await self.release()
         if self.verdict is None and self.state not in (State.CANCELLED, State.LOST, State.FAILED):
             self._move(State.CANCELLED, "closed")
 

@@ -49,6 +49,13 @@ _ENDED_BY = {"policy": Termination.FINISHED, "budget": Termination.WALL_CLOCK}
 """How an attempt ended whose fault is scored: the policy did it to itself, or time ran out inside a boundary.
 The fault stays in the verdict."""
 
+UNJUDGED = Fault(
+    owner="task",
+    code="not_admitted",
+    phase="verify",
+    retryable=False,
+    message="Not judged: the task was not admitted, so nothing can be earned on it.",
+)
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -95,6 +102,7 @@ async def run_one(
     settings: RolloutSettings | None = None,
     attempt: int = 1,
     open_session: OpenSession = Session.open,
+    judge: bool = True,
 ) -> Trajectory:
     """Make one attempt and return everything it left behind.
 
@@ -111,6 +119,8 @@ async def run_one(
         settings: default `RolloutSettings()`.
         attempt: number of the try of this member, from 1; part of the trajectory's id.
         open_session: how a session is made.
+        judge: False for an attempt on which nothing can be earned: no verifier is run, and the verdict says
+            that the task was not admitted.
 
     Raises:
         ConfigError: the user's mistake; it would end every attempt alike.
@@ -164,6 +174,8 @@ async def run_one(
         except Exception as error:  # the boundary of an attempt: classified and recorded
             fault = _fault(error, trajectory_id)
             termination = _ENDED_BY.get(fault.owner, Termination.FAULT)
+        if fault is None and not judge:
+            fault = UNJUDGED
         with _timed(seconds, "finalize"):
             verdict = await _verdict(task, backend, session, termination, fault, signing_key)
     finally:

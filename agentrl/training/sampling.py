@@ -154,6 +154,7 @@ def demonstrations_by(place: Workplace, habits: Habits) -> groups.MakeAttempt:
             settings=settings,
             attempt=attempt,
             open_session=places.open_session(place.backend),
+            judge=task.id in place.admissions,
         )
 
     return make

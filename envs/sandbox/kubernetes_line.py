@@ -38,6 +38,10 @@ HELLO_DEADLINE_S = 30.0
 UNREACHABLE_S = 120.0
 """A sandbox to which no connection can be made for this long is lost, whatever its pod's status says."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
+FAREWELL_S = 3.0
+"""How long a pod that was told to end may take to say that it has."""
+_LAST = 0
+"""Number of the last request of all; others are drawn from far above."""
 _STDIN, _STDOUT, _STDERR, _ERROR = 0, 1, 2, 3
 _WORDS = 500
 
@@ -216,6 +220,8 @@ class Line:
         self._pod_lost: SandboxLost | None = None
         self._agent_lost: SandboxLost | None = None
         self._autopsy: asyncio.Task[None] | None = None
+        self._over: asyncio.Future[bool] | None = None
+        """What the pod answered to its end; None: it was not told over this line."""
         self.witness: str | None = None
         """Instance of the pod's witness, as it was at the first connection."""
         self.connections = 0
@@ -262,7 +268,8 @@ class Line:
         await self.call({"op": "witness.hello", "token": self._token}, deadline_s=HELLO_DEADLINE_S)
 
     def close(self) -> None:
-        """End the pod, if it can be told at once, and hang up. Calls still waiting end with `SandboxLost`."""
+        """End the pod, if it can be told at once, and hang up when it has answered, or soon. Calls that still
+        wait end with `SandboxLost`."""
         if self._closed:
             return
         self._closed = True
@@ -271,11 +278,22 @@ class Line:
         if self._hang_up is not None:
             self._hang_up.cancel()
         if self._wire is not None:
-            for piece in frames({"op": "witness.end", "id": 0}):
+            for piece in frames({"op": "witness.end", "id": _LAST}):
                 self._wire.write(piece)
-            self._wire.close()
-            self._wire = None
+            loop = asyncio.get_running_loop()
+            self._over = loop.create_future()
+            loop.call_later(FAREWELL_S, self._take_leave, False)
         self._fail(SandboxLost(f"Sandbox {self._sandbox} was closed.", code="closed"))
+
+    def _take_leave(self, over: bool) -> None:
+        self._drop_wire()
+        if self._over is not None and not self._over.done():
+            self._over.set_result(over)
+
+    async def over(self) -> bool:
+        """After `close`: whether the pod said that every process of its policy is gone. Not later than
+        `FAREWELL_S` after it."""
+        return self._over is not None and await asyncio.shield(self._over)
 
     async def finished(self) -> None:
         """After `close`: when no task of this line is left."""
@@ -395,6 +413,8 @@ class Line:
             if number == "hello":
                 if self._greeted is not None and not self._greeted.done():
                     self._greeted.set_result(header)
+            elif number == _LAST and "over" in header:
+                self._take_leave(header["over"] is True)
             elif header.get("event") == "agent_gone":
                 self._agent_ended(str(header.get("log") or ""))
             elif (header.get("error") or {}).get("kind") == "agent_gone":
@@ -408,6 +428,8 @@ class Line:
         """The connection ended by itself."""
         if self._wire is wire:
             self._wire = None
+            if self._closed:
+                self._take_leave(False)
         if not self._closed and self._pod_lost is None:
             if self._pending:
                 self._connect()

@@ -49,6 +49,9 @@ UNPROVEN = 8
 SEND_S = 30.0
 AGENT_START_S = 90.0
 END_S = 0.5
+"""How long an agent that was told to end is waited for."""
+FAREWELL_S = 1.0
+"""How long a witness that said its last word waits for its guest to hang up."""
 LAY_BYTES = 4 * 1024 * 1024
 LAY_FILE_BYTES = 16 * 1024 * 1024
 SIZE_SLACK = 1.02
@@ -286,6 +289,7 @@ class Witness:
         self._link = AgentLink(self)
         self._laying = threading.Lock()
         self._lower: str | None = None
+        self._leaving = False
         self._listeners: List[socket.socket] = []  # noqa: UP006
 
     def run(self) -> NoReturn:
@@ -311,9 +315,25 @@ class Witness:
                     self._admit(connection)
 
     def end(self) -> NoReturn:
-        self._link.send(frame({"op": "shutdown", "id": "end"}))
-        time.sleep(END_S if not self._link.gone else 0)
+        self._end_agent()
         os._exit(0)
+
+    def _end_agent(self) -> bool:
+        """Whether the agent, and with it every process of its container, is known to be gone."""
+        self._link.send(frame({"op": "shutdown", "id": "end"}))
+        until = time.monotonic() + END_S
+        while not self._link.gone and time.monotonic() < until:
+            time.sleep(0.01)
+        return self._link.gone
+
+    def _take_leave(self) -> Header:
+        """End the agent, and after the answer the pod: when the guest has it, or soon."""
+        over = self._end_agent()
+        self._leaving = True
+        last = threading.Timer(FAREWELL_S, os._exit, (0,))
+        last.daemon = True
+        last.start()
+        return {"over": over}
 
     def hand(self, raw: bytes) -> None:
         """A frame for the guest of this moment, if there is one."""
@@ -357,6 +377,8 @@ class Witness:
                         return
                     rest = frames.feed(data)
             finally:
+                if self._leaving:
+                    os._exit(0)
                 if self._guest is guest:
                     self._guest = None
                 for name in begun:  # So that the agent does not keep what will never be complete.
@@ -405,7 +427,7 @@ class Witness:
         if op == "witness.diff":
             return self._diff(guest, header)
         if op == "witness.end":
-            self.end()
+            return self._take_leave()
         return {"error": {"kind": "bad_request", "message": f"unknown operation {op!r}"}}
 
     def _lay(self, header: Header) -> Header:

@@ -132,7 +132,7 @@ class Pressure:
                 if turn.done() and not turn.cancelled():
                     self.in_flight -= 1  # The slot was given in the moment that its taker gave up.
                     self._wake()
-                else:
+                elif turn in self._waiting:  # Else it was passed over already, as one that gave up.
                     self._waiting.remove(turn)
                 raise
             return
@@ -160,6 +160,7 @@ class Deadline:
         self._limit = asyncio.timeout(seconds)
         self.queued = False
         """It waits for its turn."""
+        self._postponed_s = 0.0
 
     async def __aenter__(self) -> Deadline:
         await self._limit.__aenter__()
@@ -185,6 +186,12 @@ class Deadline:
             self.queued = False
             self._move(left_s)
             yield
+
+    def postpone(self, seconds: float) -> None:
+        """Not count so many seconds that were spent in somebody else's queue, `QUEUE_DEADLINE_S` in all."""
+        if self._postponed_s + seconds <= QUEUE_DEADLINE_S:
+            self._postponed_s += seconds
+            self._move(self.left() + seconds)
 
     def _move(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds

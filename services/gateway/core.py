@@ -14,6 +14,7 @@ It does not speak HTTP, and knows no backend by name.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -73,6 +74,8 @@ PERMIT_DEADLINE_S = 600.0
 """Longest wait for a run permit or for a turn to be verified."""
 FINALIZE_GRACE_S = 300.0
 """What finalizing may take beyond twice the grader's own limit (it may verify twice)."""
+ROOM_S = 15.0
+"""So long a verifier may wait for its sandbox before the attempt's own one makes room for it."""
 INTERRUPT_DEADLINE_S = 30.0
 CLOSE_DEADLINE_S = 60.0
 ADMIT_DEADLINE_S = 3600.0
@@ -238,11 +241,15 @@ class _Observed:
         apply: tuple[FileChange, ...] = (),
         deadline_s: float = 120.0,
     ) -> Sandbox:
-        if self._live is not None and session != self._live.id:
-            self._gateway.verifying(self._live)
-        return await self._inner.create(
-            spec, image=image, session=session, mounts=mounts, apply=apply, deadline_s=deadline_s
-        )
+        with contextlib.ExitStack() as waiting:
+            if self._live is not None and session != self._live.id:
+                self._gateway.verifying(self._live)
+                loop = asyncio.get_running_loop()
+                timer = loop.call_later(ROOM_S, self._gateway.make_room, self._live)
+                waiting.callback(timer.cancel)
+            return await self._inner.create(
+                spec, image=image, session=session, mounts=mounts, apply=apply, deadline_s=deadline_s
+            )
 
     async def close(self) -> None:
         """The backend is the gateway's."""
@@ -843,6 +850,15 @@ class Gateway:
             log.error("session %s could not be opened by an error of our own", live.id, exc_info=error)
             self._begin_end(live, State.FAILED, self._bug(error))
 
+    def make_room(self, live: Live) -> None:
+        """Its verifier's sandbox does not come: perhaps for want of the room that its own one takes. That one
+        ends now, at the price that a restart can not judge the attempt again."""
+        assert live.session is not None
+        log.warning("session %s: its sandbox ends before its verdict, to make room for the verifier", live.id)
+        releasing = asyncio.create_task(live.session.release())
+        self._background.add(releasing)
+        releasing.add_done_callback(self._background.discard)
+
     def verifying(self, live: Live) -> None:
         """Its verifier's sandbox is made now."""
         if live.state is State.FINALIZING:
@@ -1439,7 +1455,7 @@ class Gateway:
                 if judged:
                     claim = await self._turn(self.verification, live.tenant, "verification", verifications=1)
                 async with asyncio.timeout(2 * live.task.grader.timeout_s + FINALIZE_GRACE_S):
-                    verdict = await live.session.finalize(termination=termination, fault=fault)
+                    verdict = await live.session.finalize(termination=termination, fault=fault, keep=True)
             except TimeoutError:
                 self._begin_end(live, State.FAILED, _silent(live))
                 return
