@@ -290,6 +290,7 @@ class Witness:
         self._laying = threading.Lock()
         self._lower: str | None = None
         self._leaving = False
+        self._quit = os._exit
         self._listeners: List[socket.socket] = []  # noqa: UP006
 
     def run(self) -> NoReturn:
@@ -330,7 +331,7 @@ class Witness:
         """End the agent, and after the answer the pod: when the guest has it, or soon."""
         over = self._end_agent()
         self._leaving = True
-        last = threading.Timer(FAREWELL_S, os._exit, (0,))
+        last = threading.Timer(FAREWELL_S, self._quit, (0,))
         last.daemon = True
         last.start()
         return {"over": over}
@@ -378,7 +379,7 @@ class Witness:
                     rest = frames.feed(data)
             finally:
                 if self._leaving:
-                    os._exit(0)
+                    self._quit(0)
                 if self._guest is guest:
                     self._guest = None
                 for name in begun:  # So that the agent does not keep what will never be complete.

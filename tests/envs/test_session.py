@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_backend import FIX, KEY, Faults, FaultyBackend, admission_of, attempt, small_task
+from faulty_backend import FIX, KEY, Faults, FaultyBackend, FaultySandbox, admission_of, attempt, small_task
 
 from agentrl.errors import SandboxError, SandboxLost
 from agentrl.types import Action, EvidenceKey, ExecStatus, Fault, Task, Termination, Verdict
@@ -437,3 +437,70 @@ def test_work_that_does_not_fit_a_fresh_sandbox_is_the_policys_and_a_bare_error_
     assert verdict.reward is None
     assert verdict.fault is not None
     assert (verdict.fault.owner, verdict.fault.code) == (owner, fault)
+
+
+# ------------------------------------------------------------------------------------------------- its room
+
+
+class SmallBackend(FaultyBackend):
+    """Has room for so many sandboxes at once; whoever comes later waits."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = asyncio.Semaphore(room)
+
+    async def create(self, spec: Any, *, session: str, **rest: Any) -> FaultySandbox:
+        await self._room.acquire()
+        sandbox = await super().create(spec, session=session, **rest)
+        closing, room = sandbox.close, self._room
+        given_back: list[str] = []
+
+        async def close() -> None:
+            await closing()
+            if not given_back:
+                given_back.append(session)
+                room.release()
+
+        sandbox.close = close  # type: ignore[method-assign]
+        return sandbox
+
+
+def test_attempts_that_fill_the_backend_do_not_wait_for_each_others_room(task: Task) -> None:
+    """A cluster with room for 53 pods, 64 attempts at once: each held one and waited for a verifier's."""
+
+    async def one(backend: SmallBackend, number: int, together: asyncio.Barrier) -> Verdict:
+        record = await admission_of(task, backend)
+        async with await Session.open(
+            task, backend, session_id=f"agent{number}", signing_key=KEY, admission=record
+        ) as session:
+            await session.call(Action(id="0", tool=FIX[0], arguments=FIX[1]))
+            await together.wait()
+            return await session.finalize(termination=Termination.FINISHED, fault=None)
+
+    async def run() -> list[Verdict]:
+        backend, together = SmallBackend(3), asyncio.Barrier(3)
+        try:
+            async with asyncio.timeout(30):
+                return await asyncio.gather(*(one(backend, number, together) for number in range(3)))
+        finally:
+            await backend.close()
+
+    assert [verdict.reward for verdict in asyncio.run(run())] == [1.0, 1.0, 1.0]
+
+
+def test_a_sandbox_that_is_kept_lives_until_it_is_released(task: Task) -> None:
+    async def run() -> None:
+        backend = FaultyBackend()
+        record = await admission_of(task, backend)
+        async with await Session.open(
+            task, backend, session_id="agent", signing_key=KEY, admission=record
+        ) as session:
+            await session.finalize(termination=Termination.FINISHED, fault=None, keep=True)
+            assert (await backend.live["agent"].probe()).alive
+            await session.release()
+            with pytest.raises(SandboxError):
+                await backend.live["agent"].probe()
+            assert session.state is State.DONE
+        await backend.close()
+
+    asyncio.run(run())

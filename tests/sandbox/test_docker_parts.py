@@ -122,6 +122,47 @@ def test_a_deadline_stands_still_while_its_owner_waits_for_a_turn(monkeypatch: p
     asyncio.run(check())
 
 
+def test_a_wait_that_is_cancelled_in_the_moment_that_a_turn_comes_is_only_cancelled() -> None:
+    async def wait(pressure: Pressure) -> None:
+        async with pressure.slot():
+            raise AssertionError("it was cancelled before its turn")
+
+    async def check() -> None:
+        pressure = Pressure(1)
+        async with pressure.slot():
+            waiting = [asyncio.create_task(wait(pressure)) for _ in range(3)]
+            await asyncio.sleep(0)
+            for task in waiting:
+                task.cancel()
+        # The holder left before those who wait could see that they were cancelled.
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(each) for each in outcomes] == [asyncio.CancelledError] * 3
+        assert (pressure.in_flight, pressure.waiting) == (0, 0)
+
+    asyncio.run(check())
+
+
+def test_time_in_somebody_elses_queue_is_not_the_deadlines_but_has_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def waits(deadline: Deadline, times: int) -> str:
+        try:
+            async with deadline:
+                for _ in range(times):
+                    await asyncio.sleep(0.05)
+                    deadline.postpone(0.05)
+        except TimeoutError:
+            return "late"
+        return "done"
+
+    async def check() -> None:
+        assert await waits(Deadline(0.2), 10) == "done"
+        monkeypatch.setattr("envs.sandbox.pressure.QUEUE_DEADLINE_S", 0.1)
+        assert await waits(Deadline(0.2), 100) == "late"
+
+    asyncio.run(check())
+
+
 def test_a_folder_that_is_written_while_it_is_read_is_known_by_what_was_copied(tmp_path: Path) -> None:
     folder = tmp_path / "environment"
     folder.mkdir()

@@ -365,6 +365,8 @@ class Far:
         """Bytes that each next connection carries, both ways together; without one left: no end."""
         self.ran: dict[str, int] = {}
         self.instance = "one"
+        self.last: dict[str, Any] | None = {"over": True}
+        """What it answers to its end; None: nothing."""
 
     async def dial(self, received: Received, dropped: Dropped) -> FarWire:
         return FarWire(self, received, dropped, self.lives.pop(0) if self.lives else 10**9)
@@ -389,6 +391,10 @@ class FarWire:
         for header, body in self._inbox.feed(self._carry(data)):
             if header.get("op") == "witness.hello":
                 answer: dict[str, Any] = {"witness": self._far.instance}
+            elif header.get("op") == "witness.end":
+                if self._far.last is None:
+                    continue
+                answer = self._far.last
             else:
                 # The far side runs a request once and answers the same each time: see `agent`.
                 self._far.ran.setdefault(header["key"], len(body))
@@ -449,6 +455,42 @@ def test_a_line_with_nothing_to_say_has_no_connection() -> None:
         assert line.connections == 2
         line.close()
         await line.finished()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("last", "talked", "over"),
+    [({"over": True}, True, True), ({"over": False}, True, False), (None, True, False), (None, False, False)],
+)
+def test_a_line_that_is_closed_knows_whether_the_pod_said_that_it_is_over(
+    last: dict[str, Any] | None, talked: bool, over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envs.sandbox.kubernetes_line.FAREWELL_S", 0.2)
+
+    async def check() -> None:
+        far = Far([])
+        far.last = last
+        line = line_to(far)
+        if talked:
+            await line.call({"op": "x", "key": "1"}, deadline_s=5)
+        line.close()
+        async with asyncio.timeout(5):
+            assert await line.over() is over
+        assert not line.connected
+        await line.finished()
+
+    asyncio.run(check())
+
+
+def test_a_pod_whose_connection_is_cut_while_it_ends_is_not_known_to_be_over() -> None:
+    async def check() -> None:
+        size = len(b"".join(frames({"op": "witness.hello", "token": "t", "id": "hello"})))
+        line = line_to(Far([size + 200]))
+        await line.call({"op": "x", "key": "1"}, deadline_s=5)
+        line.close()
+        async with asyncio.timeout(5):  # less than it waits for an answer
+            assert await line.over() is False
 
     asyncio.run(check())
 
@@ -545,12 +587,21 @@ TOKEN = "the token"
 
 
 @pytest.fixture
-def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, socket.socket]]:
+def left() -> threading.Event:
+    """Set when the witness behind the door ends its process."""
+    return threading.Event()
+
+
+@pytest.fixture
+def door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: threading.Event
+) -> Iterator[tuple[str, socket.socket]]:
     """A witness's way of admitting guests, and the agent's end of its connection to the agent."""
     monkeypatch.setattr(witness, "RUN", str(tmp_path))
     monkeypatch.setattr(witness, "PROOF_S", 0.5)
     digest = hashlib.sha256(TOKEN.encode()).hexdigest()
     one = witness.Witness({"token_sha256": digest, "lease_s": 60, "port": None, "workdir": str(tmp_path)})
+    one._quit = lambda _: left.set()
     path = str(tmp_path / "door")
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent_side,
@@ -664,3 +715,34 @@ def test_what_the_agent_says_goes_to_the_guest_of_the_moment(door: tuple[str, so
         assert message(guest)["event"] == "agent_gone"
         guest.sendall(b"".join(frames({"op": "probe", "id": 4})))
         assert message(guest)["error"]["kind"] == "agent_gone"
+
+
+def test_a_witness_says_that_its_pod_is_over_when_the_agent_is_gone_and_then_goes(
+    door: tuple[str, socket.socket], left: threading.Event
+) -> None:
+    path, agent = door
+    with knock(path, hello(TOKEN)) as guest:
+        message(guest)
+        guest.sendall(b"".join(frames({"op": "witness.end", "id": 0})))
+        assert message(agent)["op"] == "shutdown"
+        agent.shutdown(socket.SHUT_RDWR)
+        inbox, said = Inbox(), []
+        while not any("over" in header for header in said):
+            said += [header for header, _ in inbox.feed(guest.recv(65536))]
+        assert said[-1] == {"over": True, "id": 0}
+        assert not left.is_set()
+    assert left.wait(0.9)  # its guest hung up: it waits no longer
+
+
+def test_a_witness_whose_agent_does_not_end_says_so(
+    door: tuple[str, socket.socket], left: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, agent = door
+    monkeypatch.setattr(witness, "END_S", 0.1)
+    monkeypatch.setattr(witness, "FAREWELL_S", 0.1)
+    with knock(path, hello(TOKEN)) as guest:
+        message(guest)
+        guest.sendall(b"".join(frames({"op": "witness.end", "id": 0})))
+        assert message(agent)["op"] == "shutdown"
+        assert message(guest) == {"over": False, "id": 0}
+        assert left.wait(5)  # though its guest stays

@@ -193,3 +193,43 @@ def test_the_log_is_fenced_written_once_and_never_goes_on_after_an_end(store: St
     assert store.begin_gateway("gateway") == 2
     with pytest.raises(Superseded, match="epoch 2 has started"):
         store.append_sessions("gateway", 1, [], [last])
+
+
+def test_a_verifier_without_room_gets_that_of_the_attempt(
+    store: Store, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.core.ROOM_S", 0.2)
+
+    async def run() -> None:
+        async with world(store, [task]) as here:
+
+            async def only_one(operation: str, session: str) -> None:
+                if operation == "create":
+                    await until(lambda: not here.backend.live)
+
+            view = await ready(here, task)
+            here.backend.before = only_one
+            verdict = await here.ada.send(finished(view.id))
+            assert (verdict.reward, verdict.fault) == (1.0, None)
+            await here.quiet()
+
+    asyncio.run(run())
+
+
+def test_an_attempts_sandbox_outlives_its_verifier_where_there_is_room(store: Store, task: Task) -> None:
+    """So that a gateway which is killed meanwhile can have it judged again."""
+
+    async def run() -> None:
+        async with world(store, [task]) as here:
+            beside: list[set[str]] = []
+
+            async def look(operation: str, session: str) -> None:
+                if operation == "create":
+                    beside.append(set(here.backend.live))
+
+            view = await ready(here, task)
+            here.backend.before = look
+            await here.ada.send(finished(view.id))
+            assert beside == [{view.id}]
+
+    asyncio.run(run())
