@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from agentrl.errors import EvidenceError, FaultOwner
@@ -25,6 +25,14 @@ _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 TokenId = Annotated[int, Field(ge=0)]
 JsonScalar = str | int | float | bool | None
+
+
+def _storable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+Storable = Annotated[str, AfterValidator(_storable)]
+"""Text from anywhere, a file name or a model's words: what UTF-8 can not hold of it is escaped."""
 R = TypeVar("R")
 
 
@@ -365,8 +373,8 @@ class Fault:
     code: str
     phase: str
     retryable: bool
-    message: str
-    evidence: dict[str, JsonScalar] = Field(default_factory=dict)
+    message: Storable
+    evidence: dict[Storable, Storable | int | float | bool | None] = Field(default_factory=dict)
 
     SCORED: ClassVar[frozenset[str]] = frozenset({"policy", "budget"})
 

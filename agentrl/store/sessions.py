@@ -231,6 +231,15 @@ def unended(connection: Connection, gateway: str) -> tuple[SessionRow, ...]:
     return tuple(SessionRow(**row) for row in found)
 
 
+def admitted(connection: Connection, gateway: str, since: float) -> tuple[SessionRow, ...]:
+    """Sessions of a gateway that were opened since then and admitted at some time, ended or not, the oldest
+    first."""
+    was = select(session_log.c.session_id).where(session_log.c.state == "admitted")
+    where = (sessions.c.gateway == gateway, sessions.c.created_at >= since, sessions.c.id.in_(was))
+    found = connection.execute(select(sessions).where(*where).order_by(sessions.c.created_at)).mappings()
+    return tuple(SessionRow(**row) for row in found)
+
+
 def log_of(connection: Connection, session_id: str) -> tuple[SessionMove, ...]:
     """The transitions of a session in order. Leases and verdict are the row's, not the log's."""
     found = connection.execute(

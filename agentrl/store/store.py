@@ -463,6 +463,11 @@ class Store:
         with self._database.read() as connection:
             return sessions.unended(connection, gateway)
 
+    def admitted_sessions(self, gateway: str, since: float) -> tuple[SessionRow, ...]:
+        """Sessions of a gateway that were opened since then (Unix seconds) and admitted at some time."""
+        with self._database.read() as connection:
+            return sessions.admitted(connection, gateway, since)
+
     def session_log(self, session_id: str) -> tuple[SessionMove, ...]:
         """The transitions of a session, in order."""
         with self._database.read() as connection:

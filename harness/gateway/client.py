@@ -42,6 +42,8 @@ ANSWER_S = HOLD_S + 30.0
 """Longest wait for one answer."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
+LEAST_ANSWER_S = 5.0
+"""Shortest wait for an answer, also when the call's deadline is nearer: a busy gateway can say so."""
 CONNECTIONS = 1024
 """Of a synchronous client, which several threads may share."""
 CONNECT_S = 10.0
@@ -50,6 +52,7 @@ KEEP_S = 4.0
 _ASKED = frozenset({"authorization", "content-type"})
 _OF_THE_WIRE = frozenset({"content-encoding", "content-length", "transfer-encoding"})
 """Headers about how an answer travelled, which is over."""
+_SUCCESS = frozenset({200, 201, 202})
 _YOURS = frozenset({401, 403, 413, 422})
 """Statuses that say that the request itself is wrong."""
 
@@ -72,7 +75,14 @@ class _Pause:
     seconds: float
 
 
-_Steps = Generator["httpx.Request | _Pause", "httpx.Response | httpx.TransportError | None", T]
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    request: httpx.Request
+    answer_s: float
+    """Longest wait for its answer."""
+
+
+_Steps = Generator["_Ask | _Pause", "httpx.Response | httpx.RequestError | None", T]
 
 
 def _conversation(call: Call[T], build: Callable[[Call[T]], httpx.Request]) -> _Steps[T]:
@@ -80,13 +90,18 @@ def _conversation(call: Call[T], build: Callable[[Call[T]], httpx.Request]) -> _
     began = time.monotonic()
     pause = FIRST_PAUSE_S
     while True:
-        got = yield build(call)
+        asked = time.monotonic()
+        left = max(LEAST_ANSWER_S, call.deadline_s - (asked - began))
+        got = yield _Ask(build(call), min(ANSWER_S, left))
         assert got is not None
         if isinstance(got, httpx.Response):
             if got.status_code == 202 and call.path != "/v1/sessions":
-                wait = 0.0
+                held = time.monotonic() - asked > FIRST_PAUSE_S
+                wait = 0.0 if held else FIRST_PAUSE_S  # who answers at once is not asked without end
                 cause = "the gateway is still at it"
             elif got.status_code < 400:
+                if got.status_code not in _SUCCESS:
+                    raise _unreadable(call, got)
                 try:
                     return call.read(got)
                 except (ValueError, TypeError, EvidenceError) as error:
@@ -126,9 +141,10 @@ def _unreadable(call: Call[Any], response: httpx.Response) -> SandboxError:
 
 def _seconds(text: str | None, otherwise: float) -> float:
     try:
-        return float(text) if text is not None else otherwise
+        seconds = float(text) if text is not None else otherwise
     except ValueError:
         return otherwise
+    return seconds if seconds >= 0 else otherwise
 
 
 def error_of(response: httpx.Response) -> AgentRLError:
@@ -161,11 +177,25 @@ def error_of(response: httpx.Response) -> AgentRLError:
 
 
 def _builder(url: str, token: str) -> Callable[[Call[Any]], httpx.Request]:
-    base = httpx.URL(url.rstrip("/"))
-    if base.scheme not in ("http", "https") or not base.host:
-        raise ConfigError(f"'{url}' is no gateway URL.", fix="Example: http://gateway:8080")
+    try:
+        base = httpx.URL(url.rstrip("/"))
+        usable = base.scheme in ("http", "https") and bool(base.host) and (base.port or 1) < 1 << 16
+    except httpx.InvalidURL:
+        usable = False
+    if not usable or base.userinfo or base.query or base.fragment:
+        raise ConfigError(
+            f"'{url}' is no gateway URL.", fix="Example: http://gateway:8080, with the token beside it."
+        )
 
     def build(call: Call[Any]) -> httpx.Request:
+        try:
+            return _request(call)
+        except (httpx.InvalidURL, UnicodeEncodeError) as error:
+            raise ConfigError(
+                f"{call.method} {call.path!r:.200} can not be sent: {error}.", fix="Use paths that are text."
+            ) from error
+
+    def _request(call: Call[Any]) -> httpx.Request:
         headers = {"Authorization": f"Bearer {token}"}
         if call.body is not None:
             headers["Content-Type"] = call.content_type
@@ -188,6 +218,11 @@ def token_of(token: str | None) -> str:
         raise ConfigError(
             "The gateway needs a token.",
             fix="Set AGENTRL_GATEWAY_TOKEN; agentrl serve tenant NAME --store URL makes one.",
+        )
+    if not found.isascii() or not found.isprintable() or found != found.strip():
+        raise ConfigError(
+            "The gateway's token holds a character that no header can.",
+            fix="Give it as `agentrl serve tenant` printed it, without a line break.",
         )
     return found
 
@@ -213,13 +248,29 @@ class Client:
                     step = next(steps)
                     continue
                 try:
-                    got: httpx.Response | httpx.TransportError = self._http.send(step)
-                except httpx.TransportError as error:
+                    got: httpx.Response | httpx.RequestError = self._answer(step)
+                except httpx.RequestError as error:
                     got = error
                 step = steps.send(got)
             except StopIteration as done:
                 value: T = done.value
                 return value
+
+    def _answer(self, asked: _Ask) -> httpx.Response:
+        until = time.monotonic() + asked.answer_s
+        timeout = httpx.Timeout(asked.answer_s, connect=min(CONNECT_S, asked.answer_s))
+        asked.request.extensions["timeout"] = timeout.as_dict()
+        response = self._http.send(asked.request, stream=True)
+        try:
+            raw = []
+            for piece in response.iter_bytes():
+                raw.append(piece)
+                if time.monotonic() > until:  # it comes, but for ever
+                    raise httpx.ReadTimeout(f"no whole answer in {asked.answer_s:g} s")
+        finally:
+            response.close()
+        told = [(n, v) for n, v in response.headers.items() if n.lower() not in _OF_THE_WIRE]
+        return httpx.Response(response.status_code, headers=told, content=b"".join(raw))
 
     def close(self) -> None:
         self._http.close()
@@ -291,11 +342,14 @@ class AsyncClient:
                     step = next(steps)
                     continue
                 try:
-                    response = await self._way.handle_async_request(step)
-                    await response.aread()
-                    got: httpx.Response | httpx.TransportError = response
-                except httpx.TransportError as error:
+                    async with asyncio.timeout(step.answer_s):
+                        response = await self._way.handle_async_request(step.request)
+                        await response.aread()
+                    got: httpx.Response | httpx.RequestError = response
+                except httpx.RequestError as error:
                     got = error
+                except TimeoutError:
+                    got = httpx.ReadTimeout(f"no whole answer in {step.answer_s:g} s")
                 step = steps.send(got)
             except StopIteration as done:
                 value: T = done.value
@@ -320,12 +374,39 @@ def _model(model: type[M]) -> Callable[[httpx.Response], M]:
     return lambda response: model.model_validate_json(response.content)
 
 
+def _bytes(response: httpx.Response) -> bytes:
+    """Of a file or a stream; a page of some proxy is neither."""
+    if response.headers.get("content-type", "").partition(";")[0] != "application/octet-stream":
+        raise ValueError("not the bytes that were asked for")
+    return response.content
+
+
+def _flag(response: httpx.Response, name: str) -> bool:
+    said = response.headers.get(name)
+    if said not in ("true", "false"):
+        raise ValueError(f"the header {name} is missing")
+    return bool(said == "true")
+
+
+def _said(model: type[pydantic.BaseModel], **values: Any) -> bytes:
+    """A body. Raises `ConfigError`: the gateway would refuse it."""
+    try:
+        return model(**values).model_dump_json().encode()
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"{model.__name__}: {where}: {first['msg']}.", fix=f"Correct {where or 'the request'}."
+        ) from error
+
+
 def _models(model: type[M]) -> Callable[[httpx.Response], tuple[M, ...]]:
     return lambda response: tuple(model.model_validate(row) for row in response.json())
 
 
 def _of(session_id: str, *more: str) -> str:
-    return "/".join(["/v1/sessions", *(quote(part, safe="") for part in (session_id, *more))])
+    parts = (quote(part, safe="", errors="backslashreplace") for part in (session_id, *more))
+    return "/".join(["/v1/sessions", *parts])
 
 
 def environments() -> Call[tuple[wire.EnvironmentView, ...]]:
@@ -355,11 +436,10 @@ def capacity() -> Call[wire.CapacityView]:
 
 def admit(task_id: str, revision: str | None, *, deadline_s: float) -> Call[Admission]:
     """Validate a task at the gateway, once for everybody."""
-    body = wire.AdmissionRequest(task=wire.TaskRef(id=task_id, revision=revision))
     return Call(
         method="POST",
         path="/v1/admissions",
-        body=body.model_dump_json().encode(),
+        body=_said(wire.AdmissionRequest, task={"id": task_id, "revision": revision}),
         read=lambda response: from_json(Admission, response.content),
         deadline_s=deadline_s,
     )
@@ -380,9 +460,10 @@ def open_session(
 ) -> Call[wire.SessionView]:
     """Ask for a session; what comes back may still be waiting: see `session`. `from_snapshot`: see
     `snapshot`."""
-    body = wire.OpenRequest(
+    body = _said(
+        wire.OpenRequest,
         client_key=client_key,
-        task=wire.TaskRef(id=task_id, revision=revision),
+        task={"id": task_id, "revision": revision},
         limits=limits,
         group_id=group_id,
         group_size=group_size,
@@ -394,7 +475,7 @@ def open_session(
     return Call(
         method="POST",
         path="/v1/sessions",
-        body=body.model_dump_json().encode(),
+        body=body,
         read=_model(wire.SessionView),
         deadline_s=queue_timeout_s,
     )
@@ -406,11 +487,10 @@ def session(session_id: str, *, wait_s: float = 0.0) -> Call[wire.SessionView]:
 
 
 def lease(session_id: str, *, epoch: int, ttl_s: float) -> Call[wire.LeaseView]:
-    body = wire.LeaseRequest(epoch=epoch, ttl_s=ttl_s)
     return Call(
         method="POST",
         path=_of(session_id, "lease"),
-        body=body.model_dump_json().encode(),
+        body=_said(wire.LeaseRequest, epoch=epoch, ttl_s=ttl_s),
         read=_model(wire.LeaseView),
         deadline_s=ttl_s,
     )
@@ -475,7 +555,7 @@ def output(
         method="GET",
         path=_of(session_id, "exec", exec_id, "output"),
         params={"stream": stream, "offset": offset, "wait_s": wait_s},
-        read=lambda response: Output(response.content, response.headers.get("x-exec-ended") == "true"),
+        read=lambda response: Output(_bytes(response), _flag(response, "x-exec-ended")),
     )
 
 
@@ -543,7 +623,7 @@ def get_file(session_id: str, path: str) -> Call[bytes]:
         method="GET",
         path=_of(session_id, "files"),
         params={"path": path},
-        read=lambda response: response.content,
+        read=_bytes,
         deadline_s=180.0,
     )
 
@@ -618,12 +698,12 @@ def snapshot(
     session_id: str, *, client_key: str, ttl_s: float = 86_400.0, deadline_s: float = 300.0
 ) -> Call[wire.SnapshotView]:
     """Keep the workdir of a session in which no command runs, for sessions to begin from; once per key."""
-    body = wire.SnapshotBody(client_key=client_key, ttl_s=ttl_s)
+    body = _said(wire.SnapshotBody, client_key=client_key, ttl_s=ttl_s)
     return Call(
         method="POST",
         path=_of(session_id, "snapshot"),
         params={"wait_s": HOLD_S},
-        body=body.model_dump_json().encode(),
+        body=body,
         read=_model(wire.SnapshotView),
         deadline_s=deadline_s,
     )

@@ -32,15 +32,32 @@ COMMAND_CHARS = 1 << 17
 """Longest command: what Linux takes as one argument."""
 
 
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a lone surrogate; send text as UTF-8") from error
+    return text
+
+
 def _no_nul(text: str) -> str:
     if "\0" in text:
         raise ValueError("a NUL byte; no path, command or name holds one")
+    return _text(text)
+
+
+def _one_segment(text: str) -> str:
+    if "/" in text or text in (".", ".."):
+        raise ValueError("it is a part of URLs: not . or .., and without /")
     return text
 
 
 Key = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/@+-]+$")]
 """What a caller names its own things by."""
 Plain = Annotated[str, AfterValidator(_no_nul)]
+Text = Annotated[str, AfterValidator(_text)]
+ExecId = Annotated[Key, AfterValidator(_one_segment)]
+"""A key by which a command is asked for again: `…/exec/{exec_id}`."""
 
 
 class _Wire(BaseModel):
@@ -80,7 +97,7 @@ class OpenRequest(_Wire):
 
     client_key: Key
     task: TaskRef
-    tenant: str | None = None
+    tenant: Text | None = None
     """Only to be sure: must be the tenant of the token."""
     group_id: Key | None = None
     group_size: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -193,7 +210,7 @@ class ToolRequest(_Wire):
     model_config = _example(call_id="0", arguments={})
 
     call_id: Key
-    action_id: str | None = None
+    action_id: Text | None = None
     """Id of the observation; default: `call_id`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
 
@@ -203,7 +220,7 @@ class ExecBody(_Wire):
 
     model_config = _example(exec_id="list", command="ls -l", timeout_s=10.0)
 
-    exec_id: Key
+    exec_id: ExecId
     command: Annotated[Plain, Field(min_length=1, max_length=COMMAND_CHARS)] | None = None
     argv: Annotated[tuple[Plain, ...], Field(min_length=1, max_length=4096)] | None = None
     cwd: Plain | None = None

@@ -20,11 +20,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from agentrl.errors import BoundaryError, ConfigError, SandboxError, StoreError
 from agentrl.store import TenantRow
 from agentrl.types import Action, Observation, Task, Verdict, to_json
-from envs import grading
 from envs.evidence import Admission
 from envs.sandbox.contract import FilePart, NotRegular
 from harness.gateway import wire
@@ -60,6 +60,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         401: "No tenant's token.",
         403: "This gateway does not allow it, or the sandbox's file does not.",
         404: "No such thing of this tenant.",
+        408: "The body did not arrive.",
         409: "Not possible now, or used before for something else.",
         410: "It was here, and nobody asked for it to be kept.",
         413: "Too large.",
@@ -106,7 +107,7 @@ def create_app(gateway: Gateway, *, own: bool = True) -> FastAPI:
         version="1",
         lifespan=lifespan,
     )
-    app.add_middleware(LimitBody)
+    app.add_middleware(LimitBody, known=gateway.knows)
     _errors(app)
     app.include_router(_public(gateway))
     app.include_router(_sessions(gateway))
@@ -177,6 +178,14 @@ def _errors(app: FastAPI) -> None:
         answer = _answer(error.status_code, body)
         answer.headers.update(error.headers or {})
         return answer
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(_: Request, __: ClientDisconnect) -> JSONResponse:
+        """Nobody reads it: the caller went away while it sent a body, of which nothing was done."""
+        body = wire.ErrorBody(
+            code="disconnected", owner="caller", message="The body did not come whole.", fix="Send it again."
+        )
+        return _answer(400, body)
 
     @app.exception_handler(Exception)
     async def internal(_: Request, error: Exception) -> JSONResponse:
@@ -537,9 +546,7 @@ def _sessions(gateway: Gateway) -> APIRouter:
         verdict = await gateway.finalize(one, body.termination, body.fault, wait_s=wait_s)
         if verdict is None:
             return later(one)
-        if not verdict.signature:  # ended by a restart, when nobody's key was there
-            verdict = grading.sign(verdict, wire.signing_key(who.token))
-        return _record(verdict)
+        return _record(gateway.signed(one, verdict, who.token))
 
     @router.delete("/sessions/{session_id}", tags=["sessions"])
     async def delete(one: Session) -> wire.SessionView:

@@ -22,13 +22,21 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from agentrl.errors import BoundaryError, SandboxError, SandboxLost, StoreError, TaskError, nearest
+from agentrl.errors import (
+    BoundaryError,
+    EvidenceError,
+    SandboxError,
+    SandboxLost,
+    StoreError,
+    TaskError,
+    nearest,
+)
 from agentrl.store import SessionMove, SessionRow, SnapshotRow, Store, TenantRow
 from agentrl.types import (
     Action,
@@ -78,6 +86,10 @@ ROOM_S = 15.0
 """So long a verifier may wait for its sandbox before the attempt's own one makes room for it."""
 INTERRUPT_DEADLINE_S = 30.0
 CLOSE_DEADLINE_S = 60.0
+FENCE_S = 5.0
+"""Between two looks for a newer gateway; longest wait for the store to say so before a sandbox is closed."""
+STOP_DEADLINE_S = 90.0
+"""For what ends with the gateway: sandboxes (each has `CLOSE_DEADLINE_S`), then the backend."""
 ADMIT_DEADLINE_S = 3600.0
 ONCE_DEADLINE_S = 120.0
 """A file operation or a diff, waiting for the command before it included."""
@@ -300,6 +312,8 @@ class Gateway:
         self._held_s: float | None = None
         self._snapshots: Snapshots | None = None
         self._swept_at = float("-inf")
+        self._asked_at = time.monotonic()
+        """When the store was last asked for a newer gateway."""
         self.slots = Ration(slots=self.settings.slots, memory_mib=self.settings.memory_mib)
         self.permits = Ration(permits=self.settings.permits)
         self.verification = Ration(verifications=self.settings.verify)
@@ -327,6 +341,7 @@ class Gateway:
         if isinstance(self.backend, Adopting):
             self.backend.outlive(self._owner())
         rows = await asyncio.to_thread(self._store.unended_sessions, self.settings.name)
+        await self._remember_groups()
         limit = asyncio.Semaphore(ADOPTIONS_AT_ONCE)
 
         async def recover(row: SessionRow) -> None:
@@ -338,6 +353,17 @@ class Gateway:
             await self.backend.forget()
         await self._journal.flushed()
         self._reaper = asyncio.create_task(self._reap())
+
+    async def _remember_groups(self) -> None:
+        """Groups that were whole in an earlier epoch: whoever comes to one later goes alone."""
+        now = self._clock()
+        since = now - GROUP_REMEMBERED_S
+        rows = await asyncio.to_thread(self._store.admitted_sessions, self.settings.name, since)
+        for row in rows:
+            with suppress(ValueError):  # of another version of this program
+                group = wire.OpenRequest.model_validate_json(row.body).group_id
+                if group is not None:
+                    self._gathered[row.tenant, group] = time.monotonic() - max(0.0, now - row.created_at)
 
     def _owner(self) -> str:
         """Whose sandboxes they are: this gateway's, whichever process it is."""
@@ -481,8 +507,11 @@ class Gateway:
         )
         for task in self._admissions.values():
             task.cancel()
-        await asyncio.gather(*self._background, *self._admissions.values(), return_exceptions=True)
-        await self.backend.close()
+        await _over({*self._background, *self._admissions.values()}, STOP_DEADLINE_S, "sandboxes to close")
+        if not (self._superseded and isinstance(self.backend, Adopting)):  # else they are the newer gateway's
+            await _over(
+                {asyncio.ensure_future(self.backend.close())}, STOP_DEADLINE_S, "the backend to close"
+            )
         if self._journal is not None:
             await self._journal.close()
             self._journal = None
@@ -492,6 +521,23 @@ class Gateway:
         if self._journal is None:
             return "not started"
         return self._journal.trouble
+
+    @property
+    def _superseded(self) -> bool:
+        return self._journal is not None and self._journal.superseded
+
+    def _serving(self) -> None:
+        """Raise `Refused` when a newer gateway has taken over: its sessions are not ours to act in."""
+        if self._superseded:
+            raise Refused(
+                503,
+                "superseded",
+                f"Another gateway has taken over: {self.trouble()}",
+                fix="Ask the newer gateway; stop this one.",
+                owner="gateway",
+                retryable=True,
+                retry_after_s=2.0,
+            )
 
     def _written(self) -> Journal:
         assert self._journal is not None, "start() first"
@@ -521,6 +567,14 @@ class Gateway:
                 401, "unauthorized", "This token is no tenant's.", fix="Make one: agentrl serve tenant NAME."
             )
         return found
+
+    async def knows(self, token: str) -> bool:
+        """Whether a bearer token is some tenant's, as far as the store can say now."""
+        try:
+            await self.tenant_of(token)
+        except (Refused, StoreError):
+            return False
+        return True
 
     async def _load_tenants(self) -> None:
         rows = await asyncio.to_thread(self._store.tenants)
@@ -572,6 +626,14 @@ class Gateway:
                 retryable=True,
                 retry_after_s=10.0,
             ) from error
+        if await asyncio.to_thread(_reaches_out, task):
+            await asyncio.to_thread(shutil.rmtree, task.path, True)
+            raise Refused(
+                422,
+                "bad_image",
+                f"The image {task.sandbox.image!r:.200} is a path on the gateway's machine.",
+                fix="Name an image of a registry, or put its files into the package's environment/.",
+            )
         known = self.tasks.setdefault(task.id, task)
         if known.revision != task.revision:
             await asyncio.to_thread(shutil.rmtree, task.path, True)
@@ -651,6 +713,7 @@ class Gateway:
 
     async def open(self, tenant: TenantRow, token: str, request: wire.OpenRequest) -> tuple[Live, bool]:
         """The session of a request, and whether it is new. Raises `Refused`; then there is none."""
+        self._serving()
         if request.tenant not in (None, tenant.name):
             raise Refused(
                 403,
@@ -916,6 +979,7 @@ class Gateway:
         lease_epoch: int | None = None,
     ) -> Live:
         """A session of the tenant, its lease renewed. Raises `Refused`: 404, or 409 for a stale holder."""
+        self._serving()
         live = self._live.get(session_id)
         if live is None or live.tenant != tenant.name:
             row = None
@@ -932,10 +996,10 @@ class Gateway:
                 )
             return self._remembered(row)
         self._hold(live, lease_epoch)
-        if live.signing_key is None and token is not None:
+        if token is not None and not live.ended:  # not known after a restart; another since it was replaced
             live.signing_key = wire.signing_key(token)
-        if live.session is not None and live.session.signing_key is None:
-            live.session.signing_key = live.signing_key
+            if live.session is not None:
+                live.session.signing_key = live.signing_key
         if live.ended and live.ending is not None:
             await asyncio.shield(live.ending)
             await self._durable(live)
@@ -990,6 +1054,10 @@ class Gateway:
                 f"Session {row.id} belongs to gateway {row.gateway} (epoch {row.epoch}).",
                 fix="Ask that gateway.",
             )
+        try:
+            verdict = from_json(Verdict, row.verdict)
+        except EvidenceError as error:
+            raise _damaged(row.id, error.message) from error
         claim = self.slots.claim(row.tenant)
         self.slots.release(claim)
         return Live(
@@ -1006,7 +1074,7 @@ class Gateway:
             lease_until=self._steady() + row.lease_until - self._clock(),
             lease_epoch=row.lease_epoch,
             state=State(row.state),
-            verdict=from_json(Verdict, row.verdict),
+            verdict=verdict,
         )
 
     def lease(self, live: Live, request: wire.LeaseRequest) -> None:
@@ -1440,6 +1508,21 @@ class Gateway:
         assert live.verdict is not None
         return live.verdict
 
+    def signed(self, live: Live, verdict: Verdict, token: str) -> Verdict:
+        """The verdict as the holder of this token can check it. Raises `Refused`: its reward is unsigned."""
+        key = wire.signing_key(token)
+        made_here = live.end_mark is not None
+        nobodys = (
+            not verdict.signature and verdict.reward is None
+        )  # ended by a restart, when no key was there
+        if grading.verify_signature(verdict, key):
+            return verdict
+        if made_here or nobodys:
+            return grading.sign(verdict, key)
+        if verdict.signature:  # of a token that was replaced: who still has that can check it
+            return verdict
+        raise _damaged(live.id, "it has a reward that nobody signed")
+
     async def _finalize(self, live: Live, termination: Termination, fault: Fault | None) -> None:
         async with live.lock:
             if live.ended or live.ending is not None:
@@ -1447,8 +1530,10 @@ class Gateway:
             assert live.session is not None
             assert live.state is State.READY, f"session {live.id} is {live.state} and nobody holds it"
             self._move(live, State.FINALIZING, fault, str(termination))
-            judged = termination not in (Termination.CANCELLED, Termination.FAULT) and (
-                fault is None or fault.scored
+            judged = (  # as the session decides it: a fault that is scored is judged however it ended
+                termination not in (Termination.CANCELLED, Termination.FAULT)
+                if fault is None
+                else fault.scored
             )
             claim: Claim | None = None
             try:
@@ -1542,9 +1627,17 @@ class Gateway:
         bare = grading.unscored(fault, (), isolation=self.backend.isolation)
         return bare if live.signing_key is None else grading.sign(bare, live.signing_key)
 
+    async def _is_a_successors(self, live: Live) -> bool:
+        """Whether a newer gateway has taken over, and with it the sandbox: its log did not take the end."""
+        if isinstance(self.backend, Adopting):
+            with suppress(StoreError):
+                await self._written().flushed(FENCE_S, mark=live.end_mark)
+        return isinstance(self.backend, Adopting) and self._written().superseded
+
     async def _close(self, live: Live) -> None:
-        """The sandbox goes, then its slot is free. The terminal record does not wait for it."""
-        if live.session is not None:
+        """The sandbox goes, then its slot is free. The terminal record does not wait for it. A sandbox that
+        is a newer gateway's by now is left alone."""
+        if live.session is not None and not await self._is_a_successors(live):
             async with self.limiters.delete.slot(teaches=False) as waited_s:
                 self.metrics.limited("delete", waited_s)
                 began = time.monotonic()
@@ -1589,15 +1682,36 @@ class Gateway:
                 why = self._overdue(live)
                 if why is not None:
                     self._begin_end(live, State.EXPIRED, why)
+            self._end_hopeless()
             self._look_for_room()
             if time.monotonic() - self._swept_at > SWEEP_EVERY_S:
                 self._swept_at = time.monotonic()
-                sweeping = asyncio.create_task(self._sweep())
-                self._background.add(sweeping)
-                sweeping.add_done_callback(self._background.discard)
+                self._aside(self._sweep())
+            if time.monotonic() - self._asked_at > FENCE_S and not self._superseded:
+                self._asked_at = time.monotonic()
+                self._aside(self._written().ask())
             old = time.monotonic() - GROUP_REMEMBERED_S
             self._gathered = {key: at for key, at in self._gathered.items() if at > old}
             self._gathering = {key: group for key, group in self._gathering.items() if group.present}
+
+    def _aside(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _end_hopeless(self) -> None:
+        """End what waits for more than there is by now (fewer slots since a restart, a smaller quota): nobody
+        overtakes it, so it would hold up everybody."""
+        for claim, why in self.slots.hopeless():
+            live = next(one for one in self._live.values() if one.claim is claim)
+            fault = Fault(
+                owner="environment",
+                code="never_fits",
+                phase="queue",
+                retryable=False,
+                message=f"It can not be admitted any more: {why}.",
+            )
+            self._begin_end(live, State.FAILED, fault)
 
     def _look_for_room(self) -> None:
         """While the backend is short of room nobody new is admitted; who waits and who lives goes on."""
@@ -1650,7 +1764,11 @@ def _uploaded(folder: Path) -> list[Task]:
     found = []
     for file in sorted(folder.glob("*/task.toml"), key=lambda file: file.stat().st_mtime):
         try:
-            found.append(load_task(file.parent))
+            task = load_task(file.parent)
+            if _reaches_out(task):
+                log.error("an uploaded package is left out: its image is %s", task.sandbox.image)
+            else:
+                found.append(task)
         except (TaskError, OSError) as error:
             log.error("an uploaded package is left out: %s", error)
     return found
@@ -1674,6 +1792,17 @@ def _forgotten() -> Refused:
     )
 
 
+def _damaged(session_id: str, why: str) -> Refused:
+    return Refused(
+        503,
+        "verdict_damaged",
+        f"The stored verdict of session {session_id} is not what was judged: {why}."[:1000],
+        fix="Look at who writes into the store; run the attempt again.",
+        owner="gateway",
+        phase="finalize",
+    )
+
+
 def _silent(live: Live) -> Fault:
     return Fault(
         owner="environment",
@@ -1692,6 +1821,25 @@ def _ration_view(ration: Ration, tenant: str) -> wire.RationView:
         waiting_total=ration.waiting(),
         paused=ration.paused,
     )
+
+
+def _reaches_out(task: Task) -> bool:
+    """Whether a tenant's package names, as its image, files of this machine that it did not bring: a sandbox
+    would show them."""
+    image = task.sandbox.image
+    parts = [] if image.startswith("dir:") else image.split(":")
+    return any(part.startswith("/") or ".." in part.split("/") for part in parts) or Path(image).is_dir()
+
+
+async def _over(tasks: set[asyncio.Future[Any]], deadline_s: float, what: str) -> None:
+    """Wait for them, but not for ever: what hangs is left to the lease that it was told, and said."""
+    if not tasks:
+        return
+    _, hang = await asyncio.wait(tasks, timeout=deadline_s)
+    for task in hang:
+        task.cancel()
+    if hang:
+        log.error("waited %g s for %s: %d hang and are left behind", deadline_s, what, len(hang))
 
 
 def _failed(task: asyncio.Task[Any] | None) -> bool:

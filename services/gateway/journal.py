@@ -85,6 +85,16 @@ class Journal:
                 f"waiting for the session log since {deadline_s:g} s: {why}", fix="Look at the store."
             ) from error
 
+    async def ask(self) -> bool:
+        """Whether a newer gateway of this name has started, as the store says now; when it can not be asked,
+        what was known last."""
+        with suppress(StoreError):
+            try:
+                await asyncio.to_thread(self._store.append_sessions, self._gateway, self._epoch, [], [])
+            except Superseded as error:
+                self._stop(str(error))
+        return self.superseded
+
     async def _write(self) -> None:
         while True:
             await self._changed.wait()

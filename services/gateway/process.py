@@ -15,9 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from agentrl.errors import ConfigError
 from agentrl.store import Store, TenantRow
@@ -30,6 +32,8 @@ from services.gateway.core import Gateway, Settings
 GRACE_S = 5
 """For requests under way when the process is told to stop."""
 BACKLOG = 2048
+HEAD_S = 20.0
+"""For the head of a request to come; a connection on which none comes is closed."""
 NAME_CHARS = 100
 """Longest name of a tenant."""
 
@@ -98,6 +102,7 @@ def serve(
                     access_log=False,
                     timeout_graceful_shutdown=GRACE_S,
                     ws="none",
+                    http=heads_in_time(HEAD_S),
                 )
             )
             await gateway.start()
@@ -121,6 +126,30 @@ def serve(
             loop.run(run())
     if signal.SIGINT in stopped:
         raise KeyboardInterrupt
+
+
+def heads_in_time(head_s: float) -> Any:
+    """A maker of uvicorn's HTTP protocol whose connections are closed when no request begins on them for that
+    long. Without it, whoever sends nothing, or a head byte by byte, keeps a descriptor for ever."""
+
+    def protocol(*args: Any, **more: Any) -> asyncio.Protocol:
+        made: Any = AutoHTTPProtocol(*args, **more)
+        loop = asyncio.get_running_loop()
+
+        def look(before: object) -> None:
+            if made.transport is None or made.transport.is_closing():
+                return
+            cycle = made.cycle  # the request under way, or the last one
+            idle = cycle is None or cycle.response_complete
+            if idle and cycle is before:
+                made.transport.close()
+                return
+            loop.call_later(head_s, look, cycle if idle else look)
+
+        loop.call_later(head_s, look, None)
+        return cast(asyncio.Protocol, made)
+
+    return protocol
 
 
 def _authority(host: str, listening: socket.socket) -> str:

@@ -72,6 +72,16 @@ class Ration:
         quota = self._tenants[tenant].quota
         return f"{count} sessions of the tenant's {quota:g}" if count > quota else None
 
+    def hopeless(self) -> list[tuple[Claim, str]]:
+        """Waiting claims whose unit can not be granted as things are now, however long it waits, and why."""
+        found = []
+        for tenant in self._tenants.values():
+            for unit in tenant.units:
+                largest = {n: max(c.needs.get(n, 0.0) for c in unit) for n in self.capacity}
+                why = self.impossible(tenant.name, largest, len(unit))
+                found += [(claim, why) for claim in unit if why is not None]
+        return found
+
     def claim(self, tenant: str, **needs: float) -> Claim:
         """A claim that counts as waiting; it stands in the queue once `queue` has it."""
         self._tenants[tenant].waiting += 1
