@@ -210,6 +210,7 @@ class DockerBackend:
                 fix="The engine or the machine is overloaded: start fewer sandboxes at once.",
                 code="start_timeout",
                 phase=start.phase,
+                evidence=self._said(start.name),
             ) from error
 
     async def close(self) -> None:
@@ -665,10 +666,14 @@ class DockerBackend:
                 evidence["started_at"], evidence["finished_at"] = state["StartedAt"], state["FinishedAt"]
         except (EngineUnknown, EngineRefused) as error:
             evidence["engine"] = error.message
+        return {**evidence, **self._said(name)}
+
+    def _said(self, name: str) -> dict[str, JsonScalar]:
+        """The end of what the agent of a container wrote, if there is any."""
         with contextlib.suppress(OSError):
             log = self._folder_of(name) / "share" / "agent.log"
-            evidence["log"] = log.read_text("utf-8", "backslashreplace")[-_TAIL:]
-        return evidence
+            return {"log": log.read_text("utf-8", "backslashreplace")[-_TAIL:]}
+        return {}
 
     async def _shut_down(self, folder: Path) -> bool:
         """Let the agent end, and with it, as it is PID 1, everything inside. No engine needed. False when it

@@ -14,9 +14,11 @@ import asyncio
 import hashlib
 import json
 import os
+import random
 import shutil
 import tarfile
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +38,12 @@ SAVED = "agentrl/image:"
 """Repository of the images that were loaded from this machine's disk; the tag is the image's id."""
 BUILD_DEADLINE_S = 1800.0
 PULL_DEADLINE_S = 1800.0
+PULLS_AT_ONCE = 3
+"""However many sandboxes wait: registries count, and an engine pulls the layers of one image in parallel."""
+LIMITED_PAUSE_S, LIMITED_LONGEST_PAUSE_S = 15.0, 120.0
+LIMITED_PATIENCE_S = 900.0
+"""How long a registry that asks for fewer pulls is asked again. The engine keeps its `Retry-After` to itself,
+so the pauses grow instead."""
 IMPORT_DEADLINE_S = 300.0
 PROBE_DEADLINE_S = 60.0
 COPY_DEADLINE_S = 300.0
@@ -55,6 +63,8 @@ sys.exit(0 if any(os.access(folder + "/bash", os.X_OK) for folder in folders) el
 """
 
 
+_LIMITED = ("toomanyrequests", "too many requests", "rate limit")
+"""What an engine passes on of a registry that asks for fewer pulls; in small letters."""
 _RECIPES_OWN = ("copy failed", "add failed", "dockerfile parse", "failed to parse", "unknown instruction")
 """How the engine begins to say that the Dockerfile is wrong, where no command of it ran; in small letters."""
 
@@ -107,6 +117,7 @@ class DockerImages:
         self._known: dict[str, Prepared] = {}
         self._interpreters: dict[str, tuple[str, bool]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
 
     async def prepare(self, environment_dir: str) -> str:
         """Returns the folder's digest, or that of a named image. See `contract.Backend.prepare`."""
@@ -242,12 +253,28 @@ class DockerImages:
             where = {"fromImage": plain, "tag": tag}
         else:
             where = {"fromImage": name, "tag": "latest"}
-        try:
-            problem = await self._follow(
-                "/images/create", where, None, phase="pull", deadline_s=PULL_DEADLINE_S
+        pause, until = LIMITED_PAUSE_S, time.monotonic() + LIMITED_PATIENCE_S
+        async with self._pulls:
+            while True:
+                try:
+                    problem = await self._follow(
+                        "/images/create", where, None, phase="pull", deadline_s=PULL_DEADLINE_S
+                    )
+                except EngineRefused as refused:
+                    problem = _Failed(refused.message, recipe=False)
+                limited = problem is not None and any(word in problem.words.lower() for word in _LIMITED)
+                if not limited or time.monotonic() + pause > until:
+                    break
+                await asyncio.sleep(pause * (1 + random.random() / 2))
+                pause = min(2 * pause, LIMITED_LONGEST_PAUSE_S)
+        if problem is not None and limited:
+            raise SandboxError(
+                f"The registry of {name} still asks for fewer pulls: {problem.words[-WORDS:]}",
+                fix="Log the engine in (`docker login`), give it a mirror (registry-mirrors in its"
+                " daemon.json), or bring the image as a file.",
+                code="pull_limited",
+                phase="pull",
             )
-        except EngineRefused as refused:
-            problem = _Failed(refused.message, recipe=False)
         if problem is not None:
             raise SandboxError(
                 f"The image {name} could not be pulled: {problem.words[-WORDS:]}",

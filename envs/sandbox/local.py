@@ -628,6 +628,7 @@ class _Zygote:
             fix="Run `agentrl doctor`.",
             code="zygote",
             phase="start",
+            evidence={"log": _tail(log)},
         )
 
     async def send(self, request: zygote.Request, *sockets: socket.socket) -> None:
@@ -671,7 +672,7 @@ class _Zygote:
 
 
 def _tail(log: Path) -> str:
-    return log.read_text("utf-8", "backslashreplace")[-2000:]
+    return log.read_text("utf-8", "backslashreplace")[-4096:]
 
 
 async def _readable(fd: int) -> None:

@@ -23,6 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from agentrl.errors import ExecUnknown, SandboxError
 from agentrl.types import JsonScalar, SandboxSpec
 from envs.sandbox import agent, oci
 from envs.sandbox.channel import Channel
@@ -171,10 +172,18 @@ class PlainBackend:
         channel = await Channel.attach(ours, sandbox=name, post_mortem=post_mortem)
         try:
             hello, _ = await channel.call({"op": "hello"}, deadline_s=deadline_s)
-        except BaseException:
+        except BaseException as error:
             channel.close()
             process.send_signal(signal.SIGKILL)
             process.wait()
+            if isinstance(error, ExecUnknown):
+                raise SandboxError(
+                    f"Sandbox {name} was not ready within {deadline_s:g} s: waiting for its agent.",
+                    fix="The machine is overloaded: start fewer sandboxes at once.",
+                    code="start_timeout",
+                    phase="agent",
+                    evidence=await post_mortem(),
+                ) from error
             raise
         info = SandboxInfo(
             id=name,

@@ -18,7 +18,7 @@ from saved import config, layer, layout, sha
 
 from agentrl.errors import BoundaryError, SandboxError, TaskError
 from agentrl.types import SandboxSpec
-from envs.sandbox import images
+from envs.sandbox import docker_images, images
 from envs.sandbox.docker_images import SAVED, DockerImages
 from envs.sandbox.engine import Engine, EngineRefused
 from envs.sandbox.kubernetes_images import KubernetesImages
@@ -46,6 +46,10 @@ class FakeEngine:
     """Id by name."""
     said: list[dict[str, Any]] = field(default_factory=list)
     refuses: EngineRefused | None = None
+    limits: int = 0
+    """So many pulls are answered as by a registry that asks for fewer."""
+    at_once: int = 0
+    most_at_once: int = 0
     asked: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
 
     async def image(self, name: str, *, phase: str) -> dict[str, Any] | None:
@@ -60,7 +64,14 @@ class FakeEngine:
     ) -> AsyncIterator[Lines]:
         data = b"".join([piece async for piece in content]) if content is not None else b""
         self.asked.append((route, params))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(0.01)
+        self.at_once -= 1
+        if self.limits > 0:
+            self.limits -= 1
+            yield Lines([{"error": "toomanyrequests: You have reached your pull rate limit."}])
+            return
         if self.refuses is not None:
             raise self.refuses
         if not any("error" in record for record in self.said):
@@ -192,7 +203,7 @@ def test_an_image_that_a_task_names_is_pulled_once_and_known_by_its_id(
 def test_a_registry_that_refuses_is_the_environments_fault(tmp_path: Path) -> None:
     async def check() -> None:
         for engine in (
-            FakeEngine(said=[{"error": "toomanyrequests: You have reached your pull rate limit."}]),
+            FakeEngine(said=[{"error": "unauthorized: authentication required"}]),
             FakeEngine(refuses=EngineRefused("Docker: no such host", status=500, phase="pull")),
         ):
             with pytest.raises(SandboxError) as caught:
@@ -310,5 +321,37 @@ def test_on_a_disk_that_is_nearly_full_nothing_is_copied_and_what_is_there_is_us
         await backend.prepare(str(tmp_path / "new"))
         assert LocalBackend(tmp_path / "state").short_of() is None
         await backend.close()
+
+    asyncio.run(check())
+
+
+def test_however_many_images_are_wanted_few_are_pulled_at_once_and_each_once(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = FakeEngine()
+        known = made(engine, tmp_path)
+        await asyncio.gather(*(known.prepare(f"debian:{number % 8}") for number in range(64)))
+        assert sorted(where["tag"] for _, where in engine.asked) == [str(number) for number in range(8)]
+        assert engine.most_at_once == 3
+
+    asyncio.run(check())
+
+
+def test_a_registry_that_asks_for_fewer_pulls_is_waited_for_and_named_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docker_images, "LIMITED_PAUSE_S", 0.01)
+
+    async def check() -> None:
+        engine = FakeEngine(limits=3)
+        assert (await made(engine, tmp_path).prepare("debian:12")).startswith("image:")
+        assert len(engine.asked) == 4
+        monkeypatch.setattr(docker_images, "LIMITED_PATIENCE_S", 0.1)
+        engine = FakeEngine(limits=10**6)
+        with pytest.raises(SandboxError, match="pull rate limit") as caught:
+            await made(engine, tmp_path / "other").prepare("debian:12")
+        assert (caught.value.owner, caught.value.code) == ("environment", "pull_limited")
+        assert caught.value.retryable
+        assert "mirror" in str(caught.value.fix)
+        assert 2 <= len(engine.asked) <= 5, "the pauses grow"
 
     asyncio.run(check())
