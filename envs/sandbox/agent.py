@@ -43,7 +43,8 @@ import struct
 import sys
 import time
 from collections import OrderedDict, deque
-from typing import Any, Dict, NoReturn  # noqa: UP035
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Dict, NoReturn  # noqa: UP035
 
 PROTOCOL = 1
 HEAD_BYTES = 64 * 1024
@@ -750,7 +751,9 @@ def _as_policy(settings: Settings, on: bool) -> None:
         _libc.setfsuid(settings.policy_uid if on else 0)
 
 
-def read_file(path: str, max_bytes: int) -> tuple[Header, bytes]:
+@contextlib.contextmanager
+def _regular(path: str) -> Iterator[tuple[BinaryIO, os.stat_result]]:
+    """A regular file to be read, and what it is."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     with os.fdopen(fd, "rb") as file:
         facts = os.fstat(fd)
@@ -758,6 +761,11 @@ def read_file(path: str, max_bytes: int) -> tuple[Header, bytes]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(facts.st_mode):
             raise Refused("not_regular", f"{path} is not a regular file")
+        yield file, facts
+
+
+def read_file(path: str, max_bytes: int) -> tuple[Header, bytes]:
+    with _regular(path) as (file, facts):
         if facts.st_size > max_bytes:
             raise Refused("too_large", f"{path} has {facts.st_size} bytes, more than {max_bytes}")
         data = file.read(max_bytes + 1)
@@ -772,13 +780,7 @@ def read_file(path: str, max_bytes: int) -> tuple[Header, bytes]:
 
 def read_part(path: str, offset: int, max_bytes: int) -> tuple[Header, bytes]:
     """Part of a file, and what tells whether a later part is of the same content."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    with os.fdopen(fd, "rb") as file:
-        facts = os.fstat(fd)
-        if stat.S_ISDIR(facts.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if not stat.S_ISREG(facts.st_mode):
-            raise Refused("not_regular", f"{path} is not a regular file")
+    with _regular(path) as (file, facts):
         file.seek(offset)
         data = file.read(max_bytes)
     state = f"{facts.st_dev:x}-{facts.st_ino:x}-{facts.st_size:x}-{facts.st_mtime_ns:x}"

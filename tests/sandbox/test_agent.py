@@ -73,7 +73,16 @@ def listening(tmp_path: Path) -> Iterator[Path]:
 
 def connect(path: Path, token: str = "right") -> Client:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(str(path))
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            connection.connect(str(path))
+            break
+        except ConnectionRefusedError:  # Its path is there before it listens.
+            if time.monotonic() > until:
+                connection.close()
+                raise
+            time.sleep(0.01)
     client = Client(connection)
     if token:
         client.send(op="hello", token=token)
