@@ -27,12 +27,12 @@ TokenId = Annotated[int, Field(ge=0)]
 JsonScalar = str | int | float | bool | None
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
+    """Text from anywhere, a file name or a model's words: what UTF-8 can not hold of it is escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-Storable = Annotated[str, AfterValidator(_storable)]
-"""Text from anywhere, a file name or a model's words: what UTF-8 can not hold of it is escaped."""
+Storable = Annotated[str, AfterValidator(storable)]
 R = TypeVar("R")
 
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, nearest
-from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict, from_json, to_json
+from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict, from_json, storable, to_json
 from envs import grading, tools
 from envs.evidence import Admission, Witness, fault_of, of_system
 from envs.sandbox.adoption import Outliving
@@ -333,7 +333,7 @@ class Session:
             queued = result.queue_ms or 0.0
             seen = Observation(
                 action_id=action.id,
-                text=result.text.encode("utf-8", "backslashreplace").decode(),  # a name that was made up
+                text=storable(result.text),  # it may hold a name that was made up
                 is_error=result.is_error,
                 status=result.status,
                 exit_code=result.exit_code,

@@ -8,9 +8,11 @@ Frames are at most 256 KiB, so no answer holds up another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ExecUnknown, SandboxLost
@@ -20,6 +22,7 @@ from envs.sandbox.agent import Inbox, frames
 Header = dict[str, Any]
 PostMortem = Callable[[], Awaitable[dict[str, JsonScalar]]]
 """What can still be found out about a sandbox that is gone: exit status, kills for memory, its last words."""
+_WORDS = 4096
 
 
 class _Wire(asyncio.Protocol):
@@ -32,6 +35,13 @@ class _Wire(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost(exc)
+
+
+def last_words(log: Path) -> dict[str, JsonScalar]:
+    """The end of what an agent wrote, as evidence; nothing when there is none."""
+    with contextlib.suppress(OSError):
+        return {"log": log.read_text("utf-8", "backslashreplace")[-_WORDS:]}
+    return {}
 
 
 class Channel:

@@ -39,7 +39,7 @@ from envs.sandbox import docker_disk, docker_init, docker_outlive
 from envs.sandbox import namespaces as ns
 from envs.sandbox.agent import Inbox, frames
 from envs.sandbox.cgroups import RESERVED_MEMORY_MIB
-from envs.sandbox.channel import Channel
+from envs.sandbox.channel import Channel, last_words
 from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
 from envs.sandbox.diff import diff_overlay
 from envs.sandbox.docker_disk import HOME, POLICY_ID
@@ -79,7 +79,6 @@ WARM_DEADLINE_S = 120.0
 HAND_OUT_DEADLINE_S = 5.0
 """For a container that waited to show that it is as it was."""
 _LOOK_S = 0.25
-_TAIL = 4096
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TAKEN = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "proc", "dev", "etc", "sys", "")
@@ -669,11 +668,7 @@ class DockerBackend:
         return {**evidence, **self._said(name)}
 
     def _said(self, name: str) -> dict[str, JsonScalar]:
-        """The end of what the agent of a container wrote, if there is any."""
-        with contextlib.suppress(OSError):
-            log = self._folder_of(name) / "share" / "agent.log"
-            return {"log": log.read_text("utf-8", "backslashreplace")[-_TAIL:]}
-        return {}
+        return last_words(self._folder_of(name) / "share" / "agent.log")
 
     async def _shut_down(self, folder: Path) -> bool:
         """Let the agent end, and with it, as it is PID 1, everything inside. No engine needed. False when it

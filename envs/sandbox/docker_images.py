@@ -35,7 +35,7 @@ from envs.sandbox.pressure import Pressure
 TOOLS = "/opt/agentrl/tools"
 PYTHON = "/opt/agentrl/python"
 SAVED = "agentrl/image:"
-"""Repository of the images that were loaded from this machine's disk; the tag is the image's id."""
+"""Repository of the images that were loaded from this machine's disk."""
 BUILD_DEADLINE_S = 1800.0
 PULL_DEADLINE_S = 1800.0
 PULLS_AT_ONCE = 3
@@ -95,6 +95,11 @@ class Prepared:
     """Folders that the image declares as volumes: they get a limited tmpfs instead."""
 
 
+def saved_tag(digest: str) -> str:
+    """What the engine calls an image that was loaded from this machine's disk: by its id."""
+    return SAVED + digest.partition(":")[2]
+
+
 class DockerImages:
     """Images of one engine; copies and notes below `root`."""
 
@@ -148,7 +153,7 @@ class DockerImages:
         """An image on this machine's disk: checked here, then loaded into the engine once."""
         self._root.mkdir(parents=True, exist_ok=True)
         digest = await asyncio.to_thread(oci.identity, wanted, self._root)
-        tag = SAVED + digest.partition(":")[2]
+        tag = saved_tag(digest)
         async with self._lock(digest):
             if await self._recall(digest) is None:
                 found = await self._engine.image(tag, phase="load")
@@ -163,12 +168,9 @@ class DockerImages:
             await asyncio.to_thread(oci.save, wanted, self._root, tag, cast(BinaryIO, file))
             file.seek(0)
             content = _pieces(cast(BinaryIO, file))
-            try:
-                problem = await self._follow(
-                    "/images/load", {"quiet": "1"}, content, phase="load", deadline_s=IMPORT_DEADLINE_S
-                )
-            except EngineRefused as refused:
-                problem = _Failed(refused.message, recipe=False)
+            problem = await self._ask(
+                "/images/load", {"quiet": "1"}, content, phase="load", deadline_s=IMPORT_DEADLINE_S
+            )
         if problem is not None:
             raise SandboxError(
                 f"The engine did not load the image {wanted}: {problem.words[-WORDS:]}",
@@ -256,12 +258,9 @@ class DockerImages:
         pause, until = LIMITED_PAUSE_S, time.monotonic() + LIMITED_PATIENCE_S
         async with self._pulls:
             while True:
-                try:
-                    problem = await self._follow(
-                        "/images/create", where, None, phase="pull", deadline_s=PULL_DEADLINE_S
-                    )
-                except EngineRefused as refused:
-                    problem = _Failed(refused.message, recipe=False)
+                problem = await self._ask(
+                    "/images/create", where, None, phase="pull", deadline_s=PULL_DEADLINE_S
+                )
                 limited = problem is not None and any(word in problem.words.lower() for word in _LIMITED)
                 if not limited or time.monotonic() + pause > until:
                     break
@@ -314,12 +313,9 @@ class DockerImages:
                     raise changing(Path(environment_dir))
                 where = {"t": tag, "rm": "1", "forcerm": "1", "labels": json.dumps({"agentrl": "image"})}
                 content = _pieces(cast(BinaryIO, file))
-                try:
-                    problem = await self._follow(
-                        "/build", where, content, phase="build", deadline_s=BUILD_DEADLINE_S
-                    )
-                except EngineRefused as refused:
-                    problem = _Failed(refused.message, recipe=refused.status == 400)
+                problem = await self._ask(
+                    "/build", where, content, phase="build", deadline_s=BUILD_DEADLINE_S
+                )
             if problem is not None and problem.recipe:
                 raise TaskError(
                     f"The Dockerfile of {environment_dir} could not be built: {problem.words[-WORDS:]}",
@@ -336,6 +332,21 @@ class DockerImages:
                 )
             found = await self._engine.image(tag, phase="build")
         return _id(found, tag)
+
+    async def _ask(
+        self,
+        route: str,
+        params: dict[str, str],
+        content: AsyncIterator[bytes] | None,
+        *,
+        phase: str,
+        deadline_s: float,
+    ) -> _Failed | None:
+        """`_follow`, for which a refusal as a whole is an answer too."""
+        try:
+            return await self._follow(route, params, content, phase=phase, deadline_s=deadline_s)
+        except EngineRefused as refused:
+            return _Failed(refused.message, recipe=refused.status == 400)
 
     async def _follow(
         self,

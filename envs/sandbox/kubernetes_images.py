@@ -23,7 +23,7 @@ from pathlib import Path
 from agentrl.config import environment
 from agentrl.errors import SandboxError
 from envs.sandbox import oci, rootfs
-from envs.sandbox.docker_images import SAVED, DockerImages
+from envs.sandbox.docker_images import DockerImages, saved_tag
 from envs.sandbox.engine import Engine, socket_path
 from envs.sandbox.images import Images, checked_name, is_name
 from envs.sandbox.pressure import Pressure
@@ -86,7 +86,7 @@ class KubernetesImages:
         async with self._locks.setdefault(digest, asyncio.Lock()):
             if digest not in self._known:
                 if saved is not None:
-                    prepared = Prepared(image=SAVED + digest.partition(":")[2], files=False)
+                    prepared = Prepared(image=saved_tag(digest), files=False)
                 elif named:  # The cluster pulls it; that its content stays the same is seen to at each start.
                     prepared = Prepared(image=environment_dir, files=False)
                 else:

@@ -15,7 +15,7 @@ import shutil
 import stat
 import tarfile
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from agentrl.errors import TaskError
 from envs.sandbox.images import require_room
@@ -65,22 +65,17 @@ class Tree:
         written: set[str] = set()
         first, beside = self._entries, HEADER_BYTES
         begun = 0
-        with tarfile.open(fileobj=cast(IO[bytes], reader), mode="r:") as archive:
-            while True:
-                # What `open` and `next` have read is headers, except for the contents counted below.
-                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
-                reader.allow(HEADER_BYTES)
-                if (member := archive.next()) is None:
-                    break
-                self._entries -= 1
-                beside += begun - reader.tell()
-                if beside + _ENTRY_BYTES * (first - self._entries) < 0:
-                    raise self._long_header()
-                if self._entries < 0:
-                    raise self._bad(f"has more than {MAX_ENTRIES} files", "Use an image with fewer.")
-                self._count(reader.tell() - begun)
-                self._entry(member, reader, written)
-                begun = reader.tell()
+        for member in reader.members():
+            # What was read since the last one is headers.
+            self._entries -= 1
+            beside += begun - reader.tell()
+            if beside + _ENTRY_BYTES * (first - self._entries) < 0:
+                raise self._long_header()
+            if self._entries < 0:
+                raise self._bad(f"has more than {MAX_ENTRIES} files", "Use an image with fewer.")
+            self._count(reader.tell() - begun)
+            self._entry(member, reader, written)
+            begun = reader.tell()
         reader.allow(MAX_BYTES)
         while piece := reader.read(_CHUNK):  # What follows the last file is part of what is hashed.
             self._count(len(piece))

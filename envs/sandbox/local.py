@@ -36,7 +36,7 @@ from agentrl.types import JsonScalar, SandboxSpec, to_dict
 from envs.sandbox import cgroups, oci, zygote
 from envs.sandbox import namespaces as ns
 from envs.sandbox.agent import Inbox
-from envs.sandbox.channel import Channel
+from envs.sandbox.channel import Channel, last_words
 from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
 from envs.sandbox.diff import diff_overlay
 from envs.sandbox.images import Images, short_of_room
@@ -507,8 +507,7 @@ def _post_mortem(request: zygote.Request) -> dict[str, JsonScalar]:
             which, _, code = line.partition(" ")
             if which == request["id"]:
                 evidence["exit"] = int(code)
-    with contextlib.suppress(OSError):
-        evidence["log"] = Path(request["log"]).read_text("utf-8", "backslashreplace")[-4096:]
+    evidence.update(last_words(Path(request["log"])))
     if request["oom_file"] is not None:
         with contextlib.suppress(OSError):
             for line in Path(request["oom_file"]).read_text().splitlines():
@@ -623,12 +622,13 @@ class _Zygote:
                     return
         except (TimeoutError, OSError):
             pass
+        said = last_words(log)
         raise SandboxError(
-            f"The zygote of the local backend did not start: {_tail(log)}",
+            f"The zygote of the local backend did not start: {said.get('log', '')}",
             fix="Run `agentrl doctor`.",
             code="zygote",
             phase="start",
-            evidence={"log": _tail(log)},
+            evidence=said,
         )
 
     async def send(self, request: zygote.Request, *sockets: socket.socket) -> None:
@@ -669,10 +669,6 @@ class _Zygote:
 
 
 # ---------------------------------------------------------------------------------------------------- waiting
-
-
-def _tail(log: Path) -> str:
-    return log.read_text("utf-8", "backslashreplace")[-4096:]
 
 
 async def _readable(fd: int) -> None:

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NoReturn, Protocol, cast
+from typing import Any, BinaryIO, NoReturn, Protocol, cast
 
 import zstandard
 
@@ -167,21 +167,16 @@ class _Archive:
         self._members: dict[str, tuple[int, int] | str] = {}
         refuse = lambda: bad_image(what, "has headers longer than any file needs", "Do not use it.")  # noqa: E731
         reader = Forwards(file, allowed=HEADER_BYTES, refuse=refuse, skips=True)
-        with tarfile.open(fileobj=cast(IO[bytes], reader), mode="r:") as archive:
-            while True:
-                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
-                reader.allow(HEADER_BYTES)
-                if (member := archive.next()) is None:
-                    break
-                name = os.path.normpath(member.name)
-                if name in self._members or len(self._members) > MAX_MEMBERS:
-                    why = f"holds {name[:200]!r} twice" if name in self._members else "has too many files"
-                    raise bad_image(what, why, _AGAIN)
-                if member.isreg() and not member.issparse():
-                    self._members[name] = (member.offset_data, member.size)
-                elif member.issym() or member.islnk():  # `docker save` links layers that are the same.
-                    base = os.path.dirname(name) if member.issym() else ""
-                    self._members[name] = os.path.normpath(os.path.join(base, member.linkname))
+        for member in reader.members():
+            name = os.path.normpath(member.name)
+            if name in self._members or len(self._members) > MAX_MEMBERS:
+                why = f"holds {name[:200]!r} twice" if name in self._members else "has too many files"
+                raise bad_image(what, why, _AGAIN)
+            if member.isreg() and not member.issparse():
+                self._members[name] = (member.offset_data, member.size)
+            elif member.issym() or member.islnk():  # `docker save` links layers that are the same.
+                base = os.path.dirname(name) if member.issym() else ""
+                self._members[name] = os.path.normpath(os.path.join(base, member.linkname))
 
     def names(self) -> frozenset[str]:
         return frozenset(self._members)

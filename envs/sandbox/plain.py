@@ -10,7 +10,6 @@ Paths *inside* scripts are not. No limit is enforced.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -26,7 +25,7 @@ from pathlib import Path
 from agentrl.errors import ExecUnknown, SandboxError
 from agentrl.types import JsonScalar, SandboxSpec
 from envs.sandbox import agent, oci
-from envs.sandbox.channel import Channel
+from envs.sandbox.channel import Channel, last_words
 from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
 from envs.sandbox.diff import diff_trees
 from envs.sandbox.images import Images
@@ -151,9 +150,7 @@ class PlainBackend:
 
         async def post_mortem() -> dict[str, JsonScalar]:
             await _ended(process, 0.2)
-            with contextlib.suppress(OSError):
-                return {"exit": process.poll(), "log": log.read_text("utf-8", "backslashreplace")[-4096:]}
-            return {"exit": process.poll()}
+            return {"exit": process.poll(), **last_words(log)}
 
         async def end() -> None:
             self._live.discard(sandbox)

@@ -13,8 +13,8 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import IO, Any, cast
 
 HEADER_BYTES = 16 * 1024 * 1024
 """Of what a tar says beside its files: headers, long names, padding."""
@@ -71,6 +71,17 @@ class Forwards:
         while self._at < at:
             if not self.read(min(at - self._at, _CHUNK)):
                 break
+
+    def members(self) -> Iterator[tarfile.TarInfo]:
+        """One after the other. `HEADER_BYTES` are allowed for each header; what may be read of a file is the
+        caller's to allow."""
+        with tarfile.open(fileobj=cast(IO[bytes], self), mode="r:") as archive:
+            while True:
+                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
+                self.allow(HEADER_BYTES)
+                if (member := archive.next()) is None:
+                    return
+                yield member
 
     def read(self, size: int) -> bytes:
         if size > HEADER_BYTES or size > self._left:

@@ -643,51 +643,45 @@ def file_part(session_id: str, path: str, *, offset: int) -> Call[FilePart]:
     )
 
 
-def _parts(session_id: str, path: str) -> Generator[Call[FilePart], FilePart, None]:
-    """What to ask for until the whole file is there; the answers are sent in."""
-    at, state = 0, None
-    while True:
-        part = yield file_part(session_id, path, offset=at)
-        if part.state != (state or part.state) or (not part.data and at < part.file_bytes):
+class _Parts:
+    """What to ask for until the whole file is there, and what of the answers is the caller's."""
+
+    def __init__(self, session_id: str, path: str) -> None:
+        self._session_id, self._path = session_id, path
+        self._at = 0
+        self._state: str | None = None
+        self.left = True
+
+    def call(self) -> Call[FilePart]:
+        return file_part(self._session_id, self._path, offset=self._at)
+
+    def take(self, part: FilePart) -> bytes:
+        if part.state != (self._state or part.state) or (not part.data and self._at < part.file_bytes):
             raise SandboxError(
-                f"{path} was changed while it was read.",
+                f"{self._path} was changed while it was read.",
                 fix="Stop what writes it, or copy it first; then read it again.",
                 owner="gateway",
                 code="file_changed",
                 phase="read_file",
             )
-        at, state = at + len(part.data), part.state
-        if at >= part.file_bytes:
-            return
+        self._at, self._state = self._at + len(part.data), part.state
+        self.left = self._at < part.file_bytes
+        return part.data
 
 
 async def download(client: AsyncClient, session_id: str, path: str) -> AsyncIterator[bytes]:
     """A file of any size that the gateway lets out, in pieces: never more than one is in memory. Raises
     `SandboxError` file_changed when they are not of one content."""
-    steps = _parts(session_id, path)
-    call = next(steps)
-    while True:
-        part = await client.send(call)
-        try:
-            call = steps.send(part)
-        except StopIteration:
-            yield part.data
-            return
-        yield part.data
+    parts = _Parts(session_id, path)
+    while parts.left:
+        yield parts.take(await client.send(parts.call()))
 
 
 def download_sync(client: Client, session_id: str, path: str) -> Iterator[bytes]:
     """`download` for synchronous callers."""
-    steps = _parts(session_id, path)
-    call = next(steps)
-    while True:
-        part = client.send(call)
-        try:
-            call = steps.send(part)
-        except StopIteration:
-            yield part.data
-            return
-        yield part.data
+    parts = _Parts(session_id, path)
+    while parts.left:
+        yield parts.take(client.send(parts.call()))
 
 
 def diff(session_id: str) -> Call[wire.DiffView]:

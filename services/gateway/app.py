@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from agentrl.errors import BoundaryError, ConfigError, SandboxError, StoreError
 from agentrl.store import TenantRow
-from agentrl.types import Action, Observation, Task, Verdict, to_json
+from agentrl.types import Action, Observation, Task, Verdict, storable, to_json
 from envs.evidence import Admission
 from envs.sandbox.contract import FilePart, NotRegular
 from harness.gateway import wire
@@ -162,7 +162,7 @@ def _errors(app: FastAPI) -> None:
         body = wire.ErrorBody(
             code="malformed",
             owner="caller",
-            message=f"{where}: {first['msg']}."[:1000].encode("utf-8", "backslashreplace").decode(),
+            message=storable(f"{where}: {first['msg']}."[:1000]),
             fix="See /docs for what this request takes.",
         )
         return _answer(422, body)

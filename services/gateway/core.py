@@ -14,7 +14,6 @@ It does not speak HTTP, and knows no backend by name.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
@@ -23,7 +22,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -253,7 +252,7 @@ class _Observed:
         apply: tuple[FileChange, ...] = (),
         deadline_s: float = 120.0,
     ) -> Sandbox:
-        with contextlib.ExitStack() as waiting:
+        with ExitStack() as waiting:
             if self._live is not None and session != self._live.id:
                 self._gateway.verifying(self._live)
                 loop = asyncio.get_running_loop()
@@ -918,9 +917,7 @@ class Gateway:
         ends now, at the price that a restart can not judge the attempt again."""
         assert live.session is not None
         log.warning("session %s: its sandbox ends before its verdict, to make room for the verifier", live.id)
-        releasing = asyncio.create_task(live.session.release())
-        self._background.add(releasing)
-        releasing.add_done_callback(self._background.discard)
+        self._aside(live.session.release())
 
     def verifying(self, live: Live) -> None:
         """Its verifier's sandbox is made now."""
@@ -1599,9 +1596,7 @@ class Gateway:
         self._move(live, state, verdict.fault)
         live.end_mark = self._written().mark
         self.metrics.ended(state, verdict.fault, live.task.id)
-        closing = asyncio.create_task(self._close(live))
-        self._background.add(closing)
-        closing.add_done_callback(self._background.discard)
+        self._aside(self._close(live))
 
     async def _interrupt(self, live: Live) -> None:
         """Cancel whatever is done for the session and wait until it stopped."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from env_sessions import KEY
 
-from agentrl.errors import ConfigError, SandboxError
+from agentrl.errors import ConfigError
 from agentrl.types import Action, Split, Task, Termination, Verdict
 from envs import registry
 from envs.admission import admit
@@ -48,16 +47,6 @@ def test_anybodys_harbor_packages_are_a_terminal_suite(tmp_path: Path) -> None:
         registry.get("terminal?suit=x")
     with pytest.raises(ConfigError, match="There is no folder"):
         registry.get("terminal?suite=/nowhere")
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> Any:
-    made = LocalBackend(tmp_path / "state")
-    try:
-        made.check()
-    except SandboxError as error:
-        pytest.skip(str(error))
-    return made
 
 
 def attempts(backend: LocalBackend, wanted: Sequence[tuple[Task, str]]) -> list[Verdict]:

@@ -28,16 +28,6 @@ pytestmark = pytest.mark.sandbox
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def backend(tmp_path: Path) -> LocalBackend:
-    backend = LocalBackend(tmp_path / "state")
-    try:
-        backend.check()
-    except SandboxError as error:
-        pytest.skip(str(error))
-    return backend
-
-
 def kill_agent(box: object) -> None:
     os.kill(box.agent_pid, signal.SIGKILL)  # type: ignore[attr-defined]
 

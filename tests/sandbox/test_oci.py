@@ -650,16 +650,6 @@ def test_what_a_killed_process_left_half_done_is_swept_and_what_lives_is_not(tmp
 # ---------------------------------------------------------------------------------------------- in a sandbox
 
 
-@pytest.fixture
-def backend(tmp_path: Path) -> LocalBackend:
-    backend = LocalBackend(tmp_path / "state")
-    try:
-        backend.check()
-    except SandboxError as error:
-        pytest.skip(str(error))
-    return backend
-
-
 @contextlib.asynccontextmanager
 async def inside(
     backend: LocalBackend, where: Path, *, workdir: str = "/app", env: dict[str, str] | None = None

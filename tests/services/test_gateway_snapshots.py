@@ -283,19 +283,9 @@ LISTING = (
 )
 
 
-@pytest.fixture
-def local(tmp_path: Path) -> LocalBackend:
-    backend = LocalBackend(tmp_path / "state")
-    try:
-        backend.check()
-    except SandboxError as error:
-        pytest.skip(str(error))
-    return backend
-
-
 @pytest.mark.sandbox
 def test_what_a_snapshot_restores_is_the_workdir_as_it_was_after_a_restart_too(
-    local: LocalBackend, tmp_path: Path
+    backend: LocalBackend, tmp_path: Path
 ) -> None:
     """Files, modes, symlinks, deletions, folders in place of files; a real sandbox, a second gateway."""
     package.write_task(
@@ -329,7 +319,7 @@ def test_what_a_snapshot_restores_is_the_workdir_as_it_was_after_a_restart_too(
         return done.stdout.head
 
     async def run(store: Store) -> None:
-        place: Any = local
+        place: Any = backend
         async with world(store, [task], backend=place) as here:
             view = await ready(here, task)
             await shell(here, view.id, "change", CHANGES)

@@ -24,7 +24,6 @@ from format_samples import (
     terminal_bench,
 )
 
-from agentrl.errors import SandboxError
 from envs.admission import admit
 from envs.evidence import Admission
 from envs.sandbox.local import LocalBackend
@@ -125,16 +124,6 @@ def test_files_of_a_patch() -> None:
 
 
 # ---------------------------------------------------------------------------------------- in real sandboxes
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> Any:
-    made = LocalBackend(tmp_path / "state")
-    try:
-        made.check()
-    except SandboxError as error:
-        pytest.skip(str(error))
-    return made
 
 
 def laid(folder: Path, files: dict[str, str], **evaluated: str) -> None:
