@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +29,10 @@ Act = Literal["delay", "never", "drop_answer", "refuse", "late"]
 """`late`: handed on after `seconds`, though the asker may be gone by then."""
 
 
-def docker(*words: str) -> str:
-    """The engine's own command line, as an outsider would use it."""
-    done = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=60, check=True)
+def docker(*words: str, host: str | None = None) -> str:
+    """The engine's own command line, as an outsider would use it; `host` is the socket of another engine."""
+    to = [] if host is None else ["-H", f"unix://{host}"]
+    done = subprocess.run(["docker", *to, *words], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.strip()
 
 
@@ -47,11 +52,10 @@ def kill_container(box: Sandbox) -> None:
     docker("kill", box.info.id)
 
 
-def containers_of(backend: DockerBackend) -> list[str]:
+def containers_of(backend: DockerBackend, host: str | None = None) -> list[str]:
     """Names of every container that carries this backend's label, dead or alive."""
-    return docker(
-        "ps", "-a", "--filter", f"label=agentrl.backend={backend.id}", "--format", "{{.Names}}"
-    ).split()
+    label = f"label=agentrl.backend={backend.id}"
+    return docker("ps", "-a", "--filter", label, "--format", "{{.Names}}", host=host).split()
 
 
 def mounts_below(folder: Path) -> list[str]:
@@ -178,6 +182,101 @@ async def proxied(folder: Path) -> AsyncIterator[Proxy]:
         await proxy.close()
 
 
+@dataclass
+class PrivateEngine:
+    """An engine of a test's own, which may be killed, restarted and filled up.
+
+    It runs beside this machine's and shares nothing with it but the kernel and the runtime's program.
+    """
+
+    folder: Path
+    keeps_containers: bool
+    """The engine's `--live-restore`: containers go on without it."""
+    _daemon: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> str:
+        return str(self.folder / "dd.sock")
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        runtimes = json.loads(docker("info", "--format", "{{json .Runtimes}}"))
+        name = docker("info", "--format", "{{.DefaultRuntime}}")
+        runtime = [f"--default-runtime={name}"]
+        if name not in ("runc", "io.containerd.runc.v2"):
+            runtime.append(f"--add-runtime={name}={runtimes[name]['path']}")
+        places = [
+            f"--{key}={self.folder / value}"
+            for key, value in {"data-root": "data", "exec-root": "exec", "pidfile": "pid"}.items()
+        ]
+        apart = ["--bridge=none", "--iptables=false", "--config-file", str(self.folder / "daemon.json")]
+        (self.folder / "daemon.json").write_text("{}")
+        restore = ["--live-restore"] if self.keeps_containers else []
+        for stale in ("pid", "exec/containerd/containerd.pid"):  # Of a killed one: it may name a zombie.
+            (self.folder / stale).unlink(missing_ok=True)
+        with (self.folder / "log").open("ab") as log:
+            self._daemon = subprocess.Popen(
+                ["dockerd", "-H", f"unix://{self.socket}", *places, *apart, *runtime, *restore],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        until = time.monotonic() + 60
+        while subprocess.run(
+            ["docker", "-H", f"unix://{self.socket}", "version"], capture_output=True, timeout=60, check=False
+        ).returncode:
+            if self._daemon.poll() is not None or time.monotonic() > until:
+                said = (self.folder / "log").read_text(errors="backslashreplace")[-2000:]
+                self.remove()
+                pytest.skip(f"a second engine does not start here: {said}")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """SIGKILL, to the daemon alone: what holds its containers is another process."""
+        assert self._daemon is not None
+        self._daemon.kill()
+        self._daemon.wait()
+
+    def remove(self) -> None:
+        """The daemon, the processes that hold its containers, its mounts and its files."""
+        if self._daemon is not None:
+            self._daemon.terminate()
+            try:
+                self._daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        for pid in _processes_that_name(str(self.folder / "exec")):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for mount in sorted(mounts_below(self.folder), reverse=True):
+            subprocess.run(["umount", "-l", mount], check=False, capture_output=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _processes_that_name(words: str) -> list[int]:
+    """Processes with this in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and words.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+@contextlib.contextmanager
+def private_engine(*, keeps_containers: bool = False) -> Iterator[PrivateEngine]:
+    """Skips where no second engine can run. Its folder is not the test's: a socket's path must be short."""
+    if os.geteuid() != 0 or shutil.which("dockerd") is None:
+        pytest.skip("a second engine needs root and the engine's own program, dockerd")
+    engine = PrivateEngine(Path(tempfile.mkdtemp(prefix="dd-")), keeps_containers)
+    try:
+        engine.start()
+        yield engine
+    finally:
+        engine.remove()
+
+
 @asynccontextmanager
 async def opened(
     state: Path, host: str | None = None, *, warm: int = 0, **options: float
@@ -189,7 +288,7 @@ async def opened(
         yield backend
     finally:
         await backend.close()
-    assert containers_of(backend) == []
+    assert containers_of(backend, host) == []
     assert mounts_below(state) == []
     assert backend.leaked == 0
 
