@@ -171,6 +171,18 @@ class RolloutSection(_Section):
     training."""
 
 
+class AdapterSection(_Section):
+    """Adapters (LoRA) in place of all weights: the policy's own stay as they are, bit by bit, and what is
+    published is the sum. Needs `pip install 'agentrl[lora]'`."""
+
+    rank: NonNegative = 0
+    """Of the two factors beside each layer; 0: no adapters, all weights are trained."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """What the adapter's product is multiplied by, over `rank`."""
+    targets: tuple[str, ...] = ()
+    """Names of the layers that get one (`q_proj`); none: every projection of attention and MLP."""
+
+
 class TrainSection(_Section):
     """What is optimized and how."""
 
@@ -201,6 +213,7 @@ class TrainSection(_Section):
     memory."""
     critic: Literal["separate", "shared"] = "separate"
     """A model of its own, or a head on the policy's; only for recipes that need values."""
+    lora: AdapterSection = AdapterSection()
 
 
 class TeacherSection(_Section):

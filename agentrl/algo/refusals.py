@@ -48,6 +48,10 @@ class RunFacts:
     """The critic is a head on the policy's trunk."""
     critic_warmup: int = 0
     """Updates that train only the critic."""
+    adapter_rank: int = 0
+    """Of the adapters that are trained in place of all weights; 0: there are none."""
+    random_policy: bool = False
+    """The policy's weights are drawn in the run, not those of a trained model."""
     whole_batch_on_every_rank: bool = True
 
 
@@ -480,6 +484,12 @@ REFUSALS: tuple[Refusal, ...] = (
         when=lambda r, f: r.value is not None and f.shared_critic and f.critic_warmup > 0,
         sentence="train.critic_warmup_updates trains a critic before the policy, and a shared one moves with "
         'it: set it to 0, or train.critic to "separate".',
+    ),
+    Refusal(
+        name="adapters_on_nothing",
+        when=lambda r, f: f.adapter_rank > 0 and f.random_policy,
+        sentence="Adapters of rank {run.adapter_rank} would stand on weights drawn at random, which stay as "
+        "they are: set policy.source to a trained model, or train.lora.rank to 0.",
     ),
     Refusal(
         name="compared_rewards",

@@ -22,6 +22,8 @@ import torch
 
 from agentrl.errors import ConfigError
 from agentrl.learner import files, parallel
+from agentrl.learner.lora import is_adapted
+from agentrl.learner.model import Policy
 from agentrl.learner.step import Learner
 from agentrl.types import PolicyVersion, from_dict, to_dict
 
@@ -141,7 +143,7 @@ def _sha256(path: Path) -> str:
 def learner_state(learner: Learner) -> dict[str, Any]:
     """The learner's state as tensors and plain values."""
     state: dict[str, Any] = {
-        "policy": parallel.full_state(learner.policy),
+        "policy": _weights(learner.policy),
         "optimizer": parallel.full_optimizer_state(learner.policy, learner.optimizer, learner.config.shard),
         "optimizer_step": learner.optimizer_step,
         "updates": learner.updates,
@@ -173,7 +175,10 @@ def restore(learner: Learner, state: dict[str, Any]) -> None:
         )
     sharded = learner.config.shard
     try:
-        parallel.load_full_state(learner.policy, state["policy"], sharded)
+        policy = state["policy"]
+        if is_adapted(learner.policy.model):
+            policy = {**parallel.full_state(learner.policy), **policy}
+        parallel.load_full_state(learner.policy, policy, sharded)
         if learner.critic is not None:
             parallel.load_full_state(learner.critic, state["critic"], sharded)
         if learner.value_head is not None:
@@ -192,6 +197,15 @@ def restore(learner: Learner, state: dict[str, Any]) -> None:
     learner.updates = state["updates"]
     learner.coefficients = dict(state["coefficients"])
     _restore_random(state["random"])
+
+
+def _weights(policy: Policy) -> dict[str, torch.Tensor]:
+    """What training changes: all of it, or the adapters without the base, which comes from where it came."""
+    state = parallel.full_state(policy)
+    if not is_adapted(policy.model):
+        return state
+    moving = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    return {name: tensor for name, tensor in state.items() if name in moving}
 
 
 def _random_state() -> dict[str, Any]:

@@ -8,6 +8,7 @@ cycle would move it a little. After any number of exports its bits are what they
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +16,10 @@ import torch
 
 from agentrl.errors import ConfigError
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-def adapt(
-    model: Any,
-    *,
-    rank: int = 16,
-    alpha: float = 32.0,
-    targets: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-) -> Any:
+
+def adapt(model: Any, *, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = PROJECTIONS) -> Any:
     """A model whose base is frozen and whose `targets` carry float32 adapters of rank `rank`.
 
     The base may be bfloat16. Dropout is 0: log-probs must be those of the policy that is sampled.
@@ -44,7 +41,9 @@ def adapt(
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    with warnings.catch_warnings():  # PEFT still asks transformers by a name that is going away
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
+        adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)

@@ -180,6 +180,23 @@ def retract_after(root: Path, number: int) -> list[int]:
     return removed
 
 
+def require_same(model: Any, version: PolicyVersion) -> None:
+    """`ConfigError` unless a model's weights are those of a version, bit for bit: what a resumed run stands
+    on is what it published, whatever its base was loaded from."""
+    verify(version)
+    if not _holds(Path(version.location), export_state(model)):
+        raise ConfigError(
+            f"The policy that was loaded is not version {version.number}, which this run published.",
+            fix="policy.source holds other weights than when the run began: restore them, or begin another"
+            f" run with policy.source = '{version.location}'.",
+        )
+
+
+def _holds(folder: Path, state: dict[str, torch.Tensor]) -> bool:
+    there = load_file(folder / WEIGHTS)
+    return there.keys() == state.keys() and all(torch.equal(there[k], state[k]) for k in state)
+
+
 def _write_config(config: Any, work: Path, dtype: torch.dtype | None) -> None:
     before = config.dtype
     try:
@@ -194,8 +211,7 @@ def _same_again(target: Path, state: dict[str, torch.Tensor]) -> PolicyVersion:
     """Publishing the same weights twice is once."""
     version = from_json(PolicyVersion, (target / RECORD).read_bytes())
     verify(version)
-    there = load_file(target / WEIGHTS)
-    if there.keys() != state.keys() or any(not torch.equal(there[k], state[k]) for k in state):
+    if not _holds(target, state):
         raise StoreError(
             f"Policy version {version.number} is already published with other weights at {target}.",
             fix="After a resume, call retract_after(root, last published version of the checkpoint) first.",

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, SandboxError, nearest
+from agentrl.learner import lora, small
 from agentrl.learner import model as models
-from agentrl.learner import small
 from agentrl.training.events import Listener
 from agentrl.training.folder import RunFolder
 from agentrl.types import Split, Task
@@ -189,6 +189,15 @@ def policy(config: RunConfig, made_tokenizer: Any) -> Any:
         context=shape.context,
         seed=config.run.seed,
     )
+
+
+def trained(config: RunConfig, model: Any) -> Any:
+    """The policy as the learner takes it: itself, or with the adapters of the run file on it. Raises
+    `ConfigError`."""
+    wanted = config.train.lora
+    if not wanted.rank:
+        return model
+    return lora.adapt(model, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets or lora.PROJECTIONS)
 
 
 def teacher(config: RunConfig, policys: Any) -> Any:

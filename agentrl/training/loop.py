@@ -282,6 +282,8 @@ def _facts(config: RunConfig, recipe: recipes.Recipe) -> refusals.RunFacts:
         updates_per_batch=config.train.epochs * config.train.mini_batches,
         shared_critic=config.train.critic == "shared",
         critic_warmup=config.train.critic_warmup_updates,
+        adapter_rank=config.train.lora.rank,
+        random_policy=config.policy.source == "small",
     )
 
 
@@ -403,7 +405,8 @@ class _Run:
     def _learner(self, model: Any, tokenizer: Any) -> Learner:
         train = self.config.train
         assert self.recipe is not None
-        if self.recipe.needs_reference:
+        imitates = self.config.coldstart.demonstrations > 0
+        if self.recipe.needs_reference and (imitates or not train.lora.rank):  # else it is the adapters' base
             self._reference = given.policy(self.config, tokenizer)
         settings = LearnerConfig(
             learning_rate=train.learning_rate,
@@ -423,7 +426,7 @@ class _Run:
             seed=self.config.run.seed,
         )
         return Learner(
-            model,
+            given.trained(self.config, model),
             self.recipe,
             replace(settings, schedule=train.schedule, total_steps=settings.optimizer_steps(train.updates)),
             reference=self._reference,
@@ -467,6 +470,7 @@ class _Run:
         self.progress.version = resumed.published
         assert resumed.published is not None, "every checkpoint of a run follows a publication"
         publish.retract_after(self.folder.versions, resumed.published.number)
+        await asyncio.to_thread(publish.require_same, learner.policy, resumed.published)
         self._replay(resumed.cursor["last"])
         await asyncio.to_thread(self._load_reference)
         self.listener.note(

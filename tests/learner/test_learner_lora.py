@@ -74,7 +74,6 @@ def test_without_peft_the_error_says_what_to_install() -> None:
             adapt(given.model(), targets=("nothing",))
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_train_against_their_own_base_and_publish_merged(tmp_path: Path, dtype: torch.dtype) -> None:
     pytest.importorskip("peft")

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from agentrl import config as configuration
 from agentrl.algo import refusals
@@ -150,6 +152,12 @@ def trained(folder: Path, recipe: str, **more: Any) -> tuple[Silent, dict[str, i
     return noted, {phase: phases.count(phase) for phase in phases}
 
 
+def source_at(folder: Path) -> str:
+    """The folder of an untrained policy, as `policy.source` takes it."""
+    trained(folder, "reinforce", train={"recipe": "reinforce", "updates": 0})
+    return str(next((folder / "versions").glob("*/model.safetensors")).parent)
+
+
 def test_where_no_group_has_a_spread_sampling_ends_at_the_cap_and_nothing_moves(tmp_path: Path) -> None:
     overrides = {"select": {"mixed_groups": {"max_rounds": 2}}}
     noted, phases = trained(tmp_path / "run", "dapo", train={"recipe": "dapo", "overrides": overrides})
@@ -208,8 +216,7 @@ def test_a_run_that_was_broken_off_goes_on_with_the_groups_and_baselines_that_it
 
 
 def test_a_policy_learns_from_a_teacher_that_a_run_file_names(tmp_path: Path) -> None:
-    trained(tmp_path / "first", "reinforce", train={"recipe": "reinforce", "updates": 0})
-    source = str(next((tmp_path / "first" / "versions").glob("*/model.safetensors")).parent)
+    source = source_at(tmp_path / "first")
     noted, _ = trained(
         tmp_path / "second",
         "opd-full",
@@ -220,3 +227,66 @@ def test_a_policy_learns_from_a_teacher_that_a_run_file_names(tmp_path: Path) ->
     assert numbers["teacher/divergence"] == pytest.approx(0.0, abs=1e-6), "the teacher is the policy itself"
     with pytest.raises(ConfigError, match="tokenizer of teacher"):
         trained(tmp_path / "third", "opd", teacher={"source": source}, tasks={"train": 3, "heldout": 1})
+
+
+# ------------------------------------------------------------------------------------------------ adapters
+
+
+def with_adapters(folder: Path, source: str, *, updates: int = 2) -> configuration.RunConfig:
+    """The entropy bonus moves a policy that earns nothing."""
+    return one_update(
+        folder,
+        "grpo",
+        policy={"source": source},
+        train={
+            "recipe": "grpo",
+            "updates": updates,
+            "learning_rate": 1e-2,
+            "overrides": {"penalty": {"entropy_bonus": {"coefficient": 0.01}, "kl_k3": {"coefficient": 0.1}}},
+            "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]},
+        },
+    )
+
+
+def test_a_run_file_trains_adapters_and_publishes_the_sum_and_goes_on_after_a_break(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    source = source_at(tmp_path / "first")
+    config = with_adapters(tmp_path / "run", source)
+    with pytest.raises(RuntimeError, match="stopped here"):
+        loop.run(config, listener=Stopping())
+    noted = Silent()
+    loop.run(config, listener=noted, resume=True)
+    base = load_file(Path(source) / "model.safetensors")
+    first, second, third = (
+        load_file(tmp_path / "run" / "versions" / f"v{n:06d}" / "model.safetensors") for n in range(3)
+    )
+    assert all(torch.equal(base[name], first[name]) for name in base), "adapters begin at zero"
+    for before, after in ((first, second), (second, third)):
+        moved = {name for name in base if not torch.equal(before[name], after[name])}
+        assert {name.split(".")[-2] for name in moved} == {"q_proj", "down_proj"}
+    (numbers,) = noted.numbers
+    assert numbers["penalty/kl_k3"] > 0, "compared with the base, the adapters off"
+    state = torch.load(
+        sorted((tmp_path / "run" / "checkpoints").glob("update-*"))[-1] / "state.pt", weights_only=True
+    )
+    assert all("lora_" in name for name in state["policy"]), "a checkpoint does not repeat the base"
+
+
+def test_a_run_with_adapters_does_not_go_on_from_another_base(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    source = source_at(tmp_path / "first")
+    config = with_adapters(tmp_path / "run", source)
+    with pytest.raises(RuntimeError, match="stopped here"):
+        loop.run(config, listener=Stopping())
+    weights = load_file(Path(source) / "model.safetensors")
+    weights["model.norm.weight"] += 1e-3
+    save_file(weights, Path(source) / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="is not version 1, which this run published"):
+        loop.run(config, listener=Silent(), resume=True)
+
+
+def test_adapters_on_weights_drawn_at_random_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = one_update(tmp_path / "run", "grpo", train={"recipe": "grpo", "lora": {"rank": 4}})
+    with pytest.raises(ConfigError, match=r"set policy\.source to a trained model"):
+        loop.run(config, listener=Silent())
+    assert not (tmp_path / "run").exists()
