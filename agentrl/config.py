@@ -79,6 +79,9 @@ class SandboxSection(_Section):
     fall_back_to_plain: bool = False
     """Where the kernel refuses isolation, go on with plain subprocesses and a notice; verdicts say so. Only
     for tasks that are the run's own."""
+    prepare: bool = True
+    """Have the images of all tasks made ready before the policy is loaded, so that one that can not be had
+    ends the run there. False: each when it is first needed, for suites that do not fit the disk at once."""
     concurrency: Positive = 32
     """Attempts alive at once."""
     warm: Annotated[int, Field(ge=0)] = 0

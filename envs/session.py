@@ -549,9 +549,7 @@ def _searches_history(command: str) -> bool:
 
 async def prepare(task: Task, backend: Backend) -> str:
     """The digest of the task's image on this backend. Raises `BoundaryError`."""
-    folder = Path(task.path) / "environment"
-    image = located(task.sandbox.image, Path(task.path))
-    wanted = str(folder) if image.startswith("dir:") else image
+    wanted = image_of(task)
     try:
         async with asyncio.timeout(PREPARE_DEADLINE_S):
             return await backend.prepare(wanted)
@@ -563,6 +561,13 @@ async def prepare(task: Task, backend: Backend) -> str:
             phase="prepare",
         ) from error
     except OSError as error:
+def image_of(task: Task) -> str:
+    """What a backend is asked to prepare for a task: its `environment/` folder, or the image that it names.
+    Raises `TaskError`."""
+    image = located(task.sandbox.image, Path(task.path))
+    return str(Path(task.path) / "environment") if image.startswith("dir:") else image
+
+
         raise of_system(error, "prepare") from error
 
 

@@ -491,6 +491,60 @@ def tasks_validate(
     )
 
 
+@tasks.command(
+    "prepare",
+    epilog=examples(
+        "agentrl tasks prepare suite --backend docker",
+        "agentrl tasks prepare suite --backend local --state-dir runs/mine/sandboxes",
+        "agentrl tasks prepare suite --gateway http://gateway:8080 --json",
+    ),
+)
+@guarded
+def tasks_prepare(
+    path: Annotated[Path, typer.Argument(help="One task package, or a folder with packages below it.")],
+    backend: Annotated[Backend, typer.Option(help="Where sandboxes will be.")] = Backend.local,
+    gateway: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of a gateway that has these tasks: it prepares them in place of --backend.",
+            show_default=False,
+        ),
+    ] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Images looked after at the same time.")] = 4,
+    start: Annotated[
+        bool | None,
+        typer.Option(
+            help="Also start one sandbox of each image. Default: only on a cluster, which pulls no earlier.",
+            show_default=False,
+        ),
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for images; that of a run is sandboxes/ in its folder. Default: one in the home"
+            " folder.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Pull, build or unpack the image of every task now, before a run waits for them.
+
+    One bad image ends no other. Ends with 1 if any could not be had; each is told with its fix.
+    """
+    from agentrl.cli import tasks as implementation
+
+    implementation.prepare(
+        path,
+        backend=str(backend),
+        gateway=gateway,
+        at_once=at_once,
+        start=start,
+        state_dir=state_dir,
+        as_json=json,
+    )
+
+
 synth = group(
     "Generate suites of task packages.",
     "agentrl tasks synth swe-mini --out /tmp/suite --train 20 --heldout 5",

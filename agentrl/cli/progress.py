@@ -30,6 +30,7 @@ Fact = float | int | str
 Clock = Callable[[], float]
 
 TITLES = {
+    "images": "Images",
     "tasks": "Tasks",
     "demonstration": "Demonstrations",
     "imitation": "Imitation",

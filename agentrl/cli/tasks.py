@@ -18,10 +18,12 @@ from agentrl.training.events import Listener
 from agentrl.types import Task, to_dict
 from envs.admission import admit
 from envs.evidence import Admission
+from envs.preparation import ImageStatus, images_of, prepare_images
 from envs.sandbox.backends import checked
 from envs.sandbox.contract import Backend
 from envs.tasks import swe_mini
 from envs.tasks.package import load_suite, load_task
+from harness.gateway.remote import GatewayPlace
 
 
 def list_tasks(path: Path, *, as_json: bool) -> None:
@@ -134,6 +136,72 @@ def validate(
         )
         output.say(f"{len(rows) - bad} valid, {bad} quarantined")
     if bad:
+        raise typer.Exit(FAILED)
+
+
+def prepare(
+    path: Path,
+    *,
+    backend: str,
+    gateway: str | None,
+    at_once: int,
+    start: bool | None,
+    state_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Images of every package below a path; exit code 1 if any can not be had."""
+    found = _packages(path)
+    total = len(images_of(found))
+    place = GatewayPlace.connect(gateway) if gateway is not None else checked(backend, state_dir)
+    with progress.shown(as_json=as_json) as listener:
+        listener.begin("images", total=total, unit="images")
+        failed = 0
+
+        def heard(status: ImageStatus) -> None:
+            nonlocal failed
+            failed += status.state == "failed"
+            if status.state == "failed":
+                listener.note(f"{status.image} can not be had: {status.message}")
+            listener.advance(1, failed=failed)
+
+        async def all_of_them() -> tuple[ImageStatus, ...]:
+            try:
+                if isinstance(place, GatewayPlace):
+                    return await place.prepare_images(found, heard=heard)
+                return await prepare_images(found, place, at_once=at_once, start=start, heard=heard)
+            finally:
+                await place.close()
+
+        statuses = asyncio.run(all_of_them())
+        listener.end()
+    where = gateway if gateway is not None else place.name
+    if as_json:
+        facts = {"path": path, "backend": place.name, "gateway": gateway, "ready": len(statuses) - failed}
+        output.emit({**facts, "failed": failed, "images": statuses})
+    else:
+        output.table(
+            ("image", "tasks", "outcome", "was there", "took", "digest"),
+            [
+                (
+                    _short(status.image),
+                    len(status.tasks),
+                    output.good("ready") if status.state == "ready" else output.bad(f"failed: {status.code}"),
+                    {True: "yes", False: "no", None: "–"}[status.was_there],
+                    output.duration(status.seconds),
+                    (status.digest or "–")[:24],
+                )
+                for status in statuses
+            ],
+            numbers=("tasks", "took"),
+        )
+        for status in statuses:
+            if status.state == "failed":
+                needed = escape(", ".join(status.tasks[:3]))
+                output.say(f"{output.bad('failed')} {escape(status.image)}, for {needed}")
+                output.fact("why", f"{status.owner}/{status.code}: {status.message}", width=8)
+                output.fact("fix", status.fix or "–", width=8)
+        output.say(f"{len(statuses) - failed} ready, {failed} failed, on {escape(str(where))}")
+    if failed:
         raise typer.Exit(FAILED)
 
 

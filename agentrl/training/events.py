@@ -12,7 +12,7 @@ class Listener(Protocol):
     """Receives the progress of a run. Calls come from one thread; none may raise or block for long."""
 
     def begin(self, phase: str, *, total: int | None, unit: str) -> None:
-        """A phase starts: `tasks`, `demonstration`, `imitation`, `heldout_before`, `train`,
+        """A phase starts: `images`, `tasks`, `demonstration`, `imitation`, `heldout_before`, `train`,
         `heldout_after`, `report`.
         `total` counts `unit`s; None when unknown."""
         ...

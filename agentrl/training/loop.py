@@ -44,6 +44,7 @@ from agentrl.training.report import write_report
 from agentrl.training.sampling import Tally, Workplace
 from agentrl.types import Group, PolicyVersion, Task, Trajectory, from_dict, to_dict
 from envs.evidence import Admission
+from envs.preparation import ImageStatus, images_of, require_all
 from envs.sandbox.contract import Backend
 from harness import group as groups
 from harness.chat import ChatFormat
@@ -230,22 +231,23 @@ async def _attempt_heldout(
 ) -> list[Trajectory]:
     one = _Run(config, None, folder, store, run_id, listener)
     suite = await asyncio.to_thread(given.tasks, config, folder)
-    if config.eval.endpoint:
-        tokenizer = given.tokenizer(config, folder, suite.train)
-        endpoint = ChatEndpoint(
-            config.eval.endpoint, model=config.eval.model, key=configuration.environment("ENDPOINT_KEY")
-        )
-        try:
-            async with one.workplace(suite, tokenizer, None) as (place, tasks):
+    async with one.sandboxes(suite) as backend:
+        if config.eval.endpoint:
+            tokenizer = given.tokenizer(config, folder, suite.train)
+            endpoint = ChatEndpoint(
+                config.eval.endpoint, model=config.eval.model, key=configuration.environment("ENDPOINT_KEY")
+            )
+            try:
+                place, tasks = await one.workplace(suite, backend, tokenizer, None)
                 make = sampling.frozen_by(place, endpoint, temperature=config.eval.temperature)
                 return await one.attempt_once(place, make, tasks.heldout, phase="heldout", kind="e")
-        finally:
-            await endpoint.close()
-    tokenizer = given.loaded_tokenizer(source)
-    model = models.load(source) if version is None else publish.load_published(version)
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
-    async with one.workplace(suite, tokenizer, _context(model)) as (place, tasks):
+            finally:
+                await endpoint.close()
+        tokenizer = given.loaded_tokenizer(source)
+        model = models.load(source) if version is None else publish.load_published(version)
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
+        place, tasks = await one.workplace(suite, backend, tokenizer, _context(model))
         served: serving.Served
         if config.policy.server.urls:
             served = await serving.OnServers.connect(place, temperature=config.eval.temperature)
@@ -316,9 +318,10 @@ class _Run:
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         suite = await asyncio.to_thread(given.tasks, config, folder)
-        tokenizer = await asyncio.to_thread(given.tokenizer, config, folder, suite.demonstrated)
-        model = await asyncio.to_thread(given.policy, config, tokenizer)
-        async with self.workplace(suite, tokenizer, _context(model)) as (place, tasks):
+        async with self.sandboxes(suite) as backend:  # first: no weights are loaded for what can not be had
+            tokenizer = await asyncio.to_thread(given.tokenizer, config, folder, suite.demonstrated)
+            model = await asyncio.to_thread(given.policy, config, tokenizer)
+            place, tasks = await self.workplace(suite, backend, tokenizer, _context(model))
             learner = self._learner(model, tokenizer)
             await self._recover(place, learner, tokenizer, tasks.demonstrated)
             assert self.progress.version is not None
@@ -334,34 +337,58 @@ class _Run:
         return await asyncio.to_thread(self._finish, place, before, after)
 
     @asynccontextmanager
-    async def workplace(
-        self, tasks: given.Tasks, tokenizer: Any, context: int | None
-    ) -> AsyncIterator[tuple[Workplace, given.Tasks]]:
-        """A checked backend and the tasks that were admitted on it; everything is given back at the end."""
+    async def sandboxes(self, tasks: given.Tasks) -> AsyncIterator[Backend]:
+        """A checked backend that has the images of these tasks; everything is given back at the end."""
         backend = given.backend(self.config, self.folder.root / "sandboxes", self.listener)
         try:
-            admissions = await self._admit([*tasks.train, *tasks.heldout], backend)
-            place = Workplace(
-                config=self.config,
-                run_id=self.run_id,
-                store=self.store,
-                listener=self.listener,
-                backend=backend,
-                chat=ChatFormat(tokenizer, tool_parser=self.config.policy.tool_parser),
-                admissions=admissions,
-                signing_key=self.folder.signing_key(),
-                max_context=context,
-            )
-            admitted = given.Tasks(
-                train=tuple(t for t in tasks.train if admissions[t.id].valid),
-                heldout=tuple(t for t in tasks.heldout if admissions[t.id].valid),
-                demonstrated=tasks.demonstrated,
-            )
-            yield place, admitted
+            if self.config.sandbox.prepare:
+                trained = () if self.recipe is None else (*tasks.train, *tasks.demonstrated)
+                await self._prepare([*trained, *tasks.heldout], backend)
+            yield backend
         finally:
             await backend.close()
 
+    async def workplace(
+        self, tasks: given.Tasks, backend: Backend, tokenizer: Any, context: int | None
+    ) -> tuple[Workplace, given.Tasks]:
+        """Where attempts are made, and the tasks that were admitted there."""
+        admissions = await self._admit([*tasks.train, *tasks.heldout], backend)
+        place = Workplace(
+            config=self.config,
+            run_id=self.run_id,
+            store=self.store,
+            listener=self.listener,
+            backend=backend,
+            chat=ChatFormat(tokenizer, tool_parser=self.config.policy.tool_parser),
+            admissions=admissions,
+            signing_key=self.folder.signing_key(),
+            max_context=context,
+        )
+        admitted = given.Tasks(
+            train=tuple(t for t in tasks.train if admissions[t.id].valid),
+            heldout=tuple(t for t in tasks.heldout if admissions[t.id].valid),
+            demonstrated=tasks.demonstrated,
+        )
+        return place, admitted
+
     # ------------------------------------------------------------------------------------------ preparation
+
+    async def _prepare(self, tasks: Sequence[Task], backend: Backend) -> None:
+        """Images of all tasks. Raises `SandboxError` with the list of those that can not be had."""
+        total = len(images_of(tasks))
+        if not total:
+            return
+        self.listener.begin("images", total=total, unit="images")
+        failed = 0
+
+        def heard(status: ImageStatus) -> None:
+            nonlocal failed
+            failed += status.state == "failed"
+            self.listener.advance(1, failed=failed)
+
+        statuses = await places.prepare(tasks, backend, heard=heard)
+        self.listener.end(failed=failed)
+        require_all(statuses)
 
     async def _admit(self, tasks: Sequence[Task], backend: Backend) -> dict[str, Admission]:
         """Admissions of all tasks: from the store where this revision was validated, else made now."""

@@ -6,12 +6,14 @@ that need no sandbox stay in this process either way.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from agentrl.errors import BoundaryError
 from agentrl.types import Task
 from envs import registry
 from envs.evidence import Admission
+from envs.preparation import ImageStatus, prepare_images
 from envs.sandbox.contract import Backend, Mount
 from envs.session import Session
 from harness.gateway.remote import GatewayPlace
@@ -34,6 +36,16 @@ def expect(place: Backend, group_id: str, size: int) -> None:
     together. Sandboxes of this process are bounded by the loop itself."""
     if isinstance(place, GatewayPlace):
         place.expect(group_id, size)
+
+
+async def prepare(
+    tasks: Sequence[Task], place: Backend, *, heard: Callable[[ImageStatus], None]
+) -> tuple[ImageStatus, ...]:
+    """Have the images of these tasks made ready where their sandboxes will be; see
+    `envs.preparation.prepare_images`."""
+    if isinstance(place, GatewayPlace):
+        return await place.prepare_images(tasks, heard=heard)
+    return await prepare_images(tasks, place, heard=heard)
 
 
 async def admit(task: Task, place: Backend, *, light: bool) -> Admission:

@@ -285,6 +285,63 @@ class Backend(Protocol):
         *,
         image: str,
         session: str,
+@runtime_checkable
+class Foreseeing(Protocol):
+    """A backend that knows beforehand what preparing an image would cost. Optional beside `Backend`."""
+
+    async def has(self, environment_dir: str) -> bool | None:
+        """Whether what `Backend.prepare` is asked for is there already; None: it can not tell. Makes and
+        fetches nothing; raises as `prepare` does for what names no image."""
+        ...
+
+
+@runtime_checkable
+class Pulling(Protocol):
+    """A backend whose machines fetch an image when a sandbox starts, not when it is prepared. Optional beside
+    `Backend`."""
+
+    async def pulled_for(self, digest: str) -> str:
+        """The image that sandboxes of a prepared digest are started from; several may share one."""
+        ...
+
+
+StockKind = Literal["workspace", "mount", "system", "workdir", "base", "built", "loaded", "pulled"]
+"""What is kept. workspace: files of an `environment/` folder. mount: another folder given to sandboxes.
+system: an unpacked image. workdir: what an image has there. base, built, loaded, pulled: images that this
+program brought to an engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
+class StockItem:
+    """One thing that is kept so that sandboxes can be made of it, and that can be made or fetched again."""
+
+    id: str
+    """By which it is discarded; means nothing elsewhere."""
+    kind: StockKind
+    bytes: int
+    """On the disk; of an engine's image, layers that it shares with others included."""
+    used_at: float
+    """When a sandbox or a task last asked for it, in Unix seconds."""
+    users: int
+    """Sandboxes that need it now."""
+    place: str
+    """Folder whose disk it takes room on."""
+
+
+@runtime_checkable
+class Stocking(Protocol):
+    """A backend that keeps images between sandboxes, and can let go of them. Optional beside `Backend`."""
+
+    async def stock(self) -> tuple[StockItem, ...]:
+        """All that it keeps, whoever made it, the longest unused first."""
+        ...
+
+    async def discard(self, item: StockItem, *, unused_s: float) -> bool:
+        """Remove it, unless a sandbox needs it or it was used within so many seconds: looked at again, at
+        once with the removal. False: it stays."""
+        ...
+
+
         mounts: tuple[Mount, ...] = (),
         apply: tuple[FileChange, ...] = (),
         deadline_s: float = 120.0,

@@ -175,6 +175,10 @@ class KubernetesBackend:
     async def prepare(self, environment_dir: str) -> str:
         return await self._images.prepare(environment_dir)
 
+    async def pulled_for(self, digest: str) -> str:
+        """See `contract.Pulling`."""
+        return (await self._images.require(digest)).image
+
     async def create(
         self,
         spec: SandboxSpec,

@@ -16,7 +16,7 @@ import json
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
@@ -40,6 +40,10 @@ HOLD_S = 30.0
 """How long the gateway may hold a request before it answers 202."""
 ANSWER_S = HOLD_S + 30.0
 """Longest wait for one answer."""
+LOOK_S = 2.0
+"""Between two looks at how far the preparation of images has come."""
+PREPARE_DEADLINE_S = 6 * 3600.0
+"""For the images of a whole suite."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
 LEAST_ANSWER_S = 5.0
@@ -68,6 +72,8 @@ class Call(Generic[T]):
     content_type: str = "application/json"
     params: Mapping[str, str | int | float] = field(default_factory=dict)
     deadline_s: float = 60.0
+    so_far: bool = False
+    """A 202 is an answer too: what there is by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,7 @@ def _conversation(call: Call[T], build: Callable[[Call[T]], httpx.Request]) -> _
         got = yield _Ask(build(call), min(ANSWER_S, left))
         assert got is not None
         if isinstance(got, httpx.Response):
-            if got.status_code == 202 and call.path != "/v1/sessions":
+            if got.status_code == 202 and not call.so_far:
                 held = time.monotonic() - asked > FIRST_PAUSE_S
                 wait = 0.0 if held else FIRST_PAUSE_S  # who answers at once is not asked without end
                 cause = "the gateway is still at it"
@@ -445,6 +451,70 @@ def admit(task_id: str, revision: str | None, *, deadline_s: float) -> Call[Admi
     )
 
 
+def prepare_tasks(
+    tasks: Iterable[tuple[str, str | None]], *, client_key: str, wait_s: float = HOLD_S
+) -> Call[wire.PreparationView]:
+    """Have the images of tasks (id, revision) made ready; what comes back says how far it has come: see
+    `preparing`."""
+    refs = [{"id": task_id, "revision": revision} for task_id, revision in tasks]
+    return Call(
+        method="POST",
+        path="/v1/tasks/prepare",
+        params={"wait_s": wait_s},
+        body=_said(wire.PrepareRequest, client_key=client_key, tasks=refs),
+        read=_model(wire.PreparationView),
+        deadline_s=wait_s + ANSWER_S,
+        so_far=True,
+    )
+
+
+class _Preparing:
+    """What to ask until all images are over, within a deadline."""
+
+    def __init__(self, tasks: Iterable[tuple[str, str | None]], deadline_s: float) -> None:
+        self.call = prepare_tasks(tasks, client_key=f"prepare-{secrets.token_hex(8)}", wait_s=LOOK_S)
+        self._deadline_s = deadline_s
+        self._until = time.monotonic() + deadline_s
+
+    def over(self, view: wire.PreparationView) -> bool:
+        if not view.done and time.monotonic() > self._until:
+            raise SandboxError(
+                f"{len(view.images)} of {view.total} images were over in {self._deadline_s:g} s.",
+                fix="Look at the gateway's /v1/capacity (pull, build), and ask again: it goes on with them.",
+                code="no_answer",
+                phase="prepare",
+            )
+        return view.done
+
+
+async def preparing(
+    client: AsyncClient,
+    tasks: Iterable[tuple[str, str | None]],
+    *,
+    deadline_s: float = PREPARE_DEADLINE_S,
+) -> AsyncIterator[wire.PreparationView]:
+    """Have the images of tasks (id, revision) made ready; how far it has come, again and again, to the
+    end."""
+    asking = _Preparing(tasks, deadline_s)
+    over = False
+    while not over:
+        view = await client.send(asking.call)
+        over = asking.over(view)
+        yield view
+
+
+def preparing_sync(
+    client: Client, tasks: Iterable[tuple[str, str | None]], *, deadline_s: float = PREPARE_DEADLINE_S
+) -> Iterator[wire.PreparationView]:
+    """`preparing` for synchronous callers."""
+    asking = _Preparing(tasks, deadline_s)
+    over = False
+    while not over:
+        view = client.send(asking.call)
+        over = asking.over(view)
+        yield view
+
+
 def open_session(
     *,
     client_key: str,
@@ -478,6 +548,7 @@ def open_session(
         body=body,
         read=_model(wire.SessionView),
         deadline_s=queue_timeout_s,
+        so_far=True,
     )
 
 

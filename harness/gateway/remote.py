@@ -13,6 +13,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from agentrl.errors import AgentRLError, ConfigError, SandboxError, nearest
 from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict
 from envs import grading, registry
 from envs.evidence import Admission
+from envs.preparation import ImageStatus, images_of
 from envs.sandbox.contract import Backend, FileChange, Isolation, Mount, Sandbox
 from harness.attempt import SessionLike
 from harness.gateway import client as gateway
@@ -226,6 +228,22 @@ class GatewayPlace:
         if registry.of_task(task) is not None:
             return await registry.admit(task, self, light=light)
         return await self._client.send(gateway.admit(task.id, task.revision, deadline_s=ADMIT_DEADLINE_S))
+
+    async def prepare_images(
+        self, tasks: Sequence[Task], *, heard: Callable[[ImageStatus], None] | None = None
+    ) -> tuple[ImageStatus, ...]:
+        """Have the images of these tasks made ready where they will run: a status for each image, as they
+        came. See `envs.preparation.prepare_images`."""
+        wanted = [(task.id, task.revision) for sharing in images_of(tasks) for task in sharing]
+        if not wanted:
+            return ()
+        seen: list[ImageStatus] = []
+        async for view in gateway.preparing(self._client, wanted):
+            for status in view.images[len(seen) :]:
+                seen.append(status)
+                if heard is not None:
+                    heard(status)
+        return tuple(seen)
 
     async def prepare(self, environment_dir: str) -> str:
         raise _elsewhere(self.url)

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from agentrl.errors import FaultOwner
 from agentrl.types import ExecStatus, Fault, JsonScalar, Limits, Termination
+from envs.preparation import ImageStatus
 from envs.sandbox.contract import ExecRequest, ExecResult, FileChange, StreamCapture
 
 MAX_EXEC_S = 3600.0
@@ -401,6 +402,25 @@ class TaskView(_Wire):
     instruction: str
     admitted: bool | None
     """None: not validated here yet."""
+
+
+class PrepareRequest(_Wire):
+    """Have the images of tasks made ready. The same `client_key` and body is the same preparation."""
+
+    model_config = _example(client_key="run1/images", tasks=[{"id": "small/cart"}])
+
+    client_key: Key
+    tasks: Annotated[tuple[TaskRef, ...], Field(min_length=1, max_length=10_000)]
+
+
+class PreparationView(_Wire):
+    """How far it has come. What failed is asked for again under a new `client_key`."""
+
+    total: int
+    """Distinct images of the tasks."""
+    done: bool
+    images: list[ImageStatus]
+    """Those that are over, as they came: ready, or failed with whose fault it is and what to do."""
 
 
 class EnvironmentView(_Wire):

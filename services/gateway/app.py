@@ -75,6 +75,9 @@ _LATER: dict[int | str, dict[str, Any]] = {
 _AGAIN: dict[int | str, dict[str, Any]] = {
     200: {"model": wire.SessionView, "description": "It was opened before, with the same key and body."}
 }
+_PREPARING: dict[int | str, dict[str, Any]] = {
+    202: {"model": wire.PreparationView, "description": "Not all of them yet: send the same request again."}
+}
 _TAKEN: dict[int | str, dict[str, Any]] = {
     200: {"model": wire.SnapshotView, "description": "It was taken before, with the same key and body."}
 }
@@ -318,6 +321,20 @@ def _sessions(gateway: Gateway) -> APIRouter:
         if not new:
             response.status_code = 200
         return _task_view(gateway, task)
+
+    @router.post("/tasks/prepare", tags=["tasks"], responses=_PREPARING)
+    async def prepare_tasks(
+        who: Who, body: wire.PrepareRequest, response: Response, wait_s: Wait = DEFAULT_WAIT_S
+    ) -> wire.PreparationView:
+        """Have the images of tasks pulled, built or unpacked now, before any session waits for them.
+
+        One status per distinct image. 202: not all of them are over; the same request again says how far it
+        has come. An image that failed ends no other, and is tried again under a new `client_key`.
+        """
+        view = await gateway.prepare_images(who.tenant.name, body, wait_s=wait_s)
+        if not view.done:
+            response.status_code = 202
+        return view
 
     @router.post("/admissions", tags=["tasks"], response_model=Admission)
     async def admissions(who: Who, body: wire.AdmissionRequest) -> Any:

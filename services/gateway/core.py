@@ -58,6 +58,7 @@ from envs.sandbox.contract import (
     ExecResult,
     Expired,
     FileChange,
+    Foreseeing,
     Isolation,
     Mount,
     Sandbox,
@@ -73,7 +74,8 @@ from services.gateway.journal import Journal
 from services.gateway.limiters import Limiters
 from services.gateway.metrics import Metrics
 from services.gateway.ration import Claim, Ration
-from services.gateway.refused import Over, Refused
+from services.gateway.preparing import Preparations
+from services.gateway.refused import Over, Refused, key_reused
 from services.gateway.snapshots import Snapshots, request_hash
 from services.gateway.states import ENDED, FOLLOWS, State
 
@@ -243,6 +245,9 @@ class _Observed:
         return digest
 
     async def create(
+    async def has(self, environment_dir: str) -> bool | None:
+        return await self._inner.has(environment_dir) if isinstance(self._inner, Foreseeing) else None
+
         self,
         spec: Any,
         *,
@@ -318,6 +323,7 @@ class Gateway:
         self.verification = Ration(verifications=self.settings.verify)
         self.limiters = Limiters(creates=self.settings.creates, permits=self.permits)
 
+        self._preparations = Preparations(_Observed(self, None))
     # --------------------------------------------------------------------------------------------- lifecycle
 
     async def start(self) -> None:
@@ -506,7 +512,9 @@ class Gateway:
         )
         for task in self._admissions.values():
             task.cancel()
-        await _over({*self._background, *self._admissions.values()}, STOP_DEADLINE_S, "sandboxes to close")
+        ending: set[asyncio.Future[Any]] = {*self._background, *self._admissions.values()}
+        ending |= self._preparations.cancel()
+        await _over(ending, STOP_DEADLINE_S, "sandboxes to close")
         if not (self._superseded and isinstance(self.backend, Adopting)):  # else they are the newer gateway's
             await _over(
                 {asyncio.ensure_future(self.backend.close())}, STOP_DEADLINE_S, "the backend to close"
@@ -709,6 +717,16 @@ class Gateway:
         return made
 
     # ------------------------------------------------------------------------------------------------ opening
+    async def prepare_images(
+        self, tenant: str, request: wire.PrepareRequest, *, wait_s: float
+    ) -> wire.PreparationView:
+        """Have the images of tasks made ready, once per key; how far it has come after so long at most.
+        Raises `Refused`."""
+        self._serving()
+        return await self._preparations.ask(
+            tenant, request, [self.task(each) for each in request.tasks], wait_s=wait_s
+        )
+
 
     async def open(self, tenant: TenantRow, token: str, request: wire.OpenRequest) -> tuple[Live, bool]:
         """The session of a request, and whether it is new. Raises `Refused`; then there is none."""
@@ -765,12 +783,7 @@ class Gateway:
 
     def _same_body(self, digest: str, known: str, request: wire.OpenRequest) -> None:
         if digest != known:
-            raise Refused(
-                409,
-                "client_key_reused",
-                f"client_key {request.client_key} was used for another request.",
-                fix="Use a new key for a new request, or send the same body.",
-            )
+            raise key_reused(request.client_key)
 
     def _new(self, tenant: TenantRow, token: str, request: wire.OpenRequest, digest: str) -> Live:
         task = self.task(request.task)

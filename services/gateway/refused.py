@@ -37,6 +37,16 @@ class Refused(Exception):
         )
 
 
+def key_reused(client_key: str) -> Refused:
+    """The key of one request, sent with another body."""
+    return Refused(
+        409,
+        "client_key_reused",
+        f"client_key {client_key} was used for another request.",
+        fix="Use a new key for a new request, or send the same body.",
+    )
+
+
 def of_fault(fault: Fault) -> ErrorBody:
     """A fault as an answer: its owner was decided where the evidence was."""
     return ErrorBody(

@@ -107,3 +107,28 @@ def test_validation_goes_on_when_the_backend_fails_one_task(
     shown = json.loads(result.stdout)
     assert (shown["valid"], shown["quarantined"]) == (2, 1)
     assert shown["tasks"][1]["reasons"] == ["environment/sandbox_lost: its machine went away."]
+
+
+def test_preparing_tells_each_image_and_ends_with_one_if_any_can_not_be_had(
+    suite: Path, tmp_path: Path, typed
+) -> None:
+    state = tmp_path / "state"
+    words = ("tasks", "prepare", suite, "--backend", "plain", "--state-dir", state)
+    result = typed(*words, "--json")
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    assert (shown["ready"], shown["failed"], len(shown["images"])) == (3, 0, 3)
+    assert {image["state"] for image in shown["images"]} == {"ready"}
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
+    assert (lines[0]["event"], lines[0]["phase"], lines[0]["total"]) == ("begin", "images", 3)
+    broken = tmp_path / "suite" / "broken"
+    shutil.copytree(sorted(suite.iterdir())[0], broken)
+    toml = (broken / "task.toml").read_text()
+    (broken / "task.toml").write_text(toml.replace("[environment]", '[environment]\ndocker_image = "x:1"', 1))
+    shutil.copytree(sorted(suite.iterdir())[1], tmp_path / "suite" / "good")
+    result = typed("tasks", "prepare", tmp_path / "suite", "--backend", "plain", "--state-dir", state)
+    assert result.exit_code == 1
+    assert "failed: image_unsupported" in result.stdout
+    assert "nothing here asks a registry" in result.stdout
+    assert "docker-archive:PATH" in result.stdout
+    assert "1 ready, 1 failed, on plain" in result.stdout
