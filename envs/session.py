@@ -547,6 +547,13 @@ def _searches_history(command: str) -> bool:
     return False
 
 
+def image_of(task: Task) -> str:
+    """What a backend is asked to prepare for a task: its `environment/` folder, or the image that it names.
+    Raises `TaskError`."""
+    image = located(task.sandbox.image, Path(task.path))
+    return str(Path(task.path) / "environment") if image.startswith("dir:") else image
+
+
 async def prepare(task: Task, backend: Backend) -> str:
     """The digest of the task's image on this backend. Raises `BoundaryError`."""
     wanted = image_of(task)
@@ -561,13 +568,6 @@ async def prepare(task: Task, backend: Backend) -> str:
             phase="prepare",
         ) from error
     except OSError as error:
-def image_of(task: Task) -> str:
-    """What a backend is asked to prepare for a task: its `environment/` folder, or the image that it names.
-    Raises `TaskError`."""
-    image = located(task.sandbox.image, Path(task.path))
-    return str(Path(task.path) / "environment") if image.startswith("dir:") else image
-
-
         raise of_system(error, "prepare") from error
 
 

@@ -264,28 +264,6 @@ class Short(Protocol):
 
 
 @runtime_checkable
-class Backend(Protocol):
-    """Where sandboxes come from."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def isolation(self) -> Isolation: ...
-
-    async def prepare(self, environment_dir: str) -> str:
-        """Make the image of a task's `environment/` folder (an absolute path), or the image of that name,
-        available; returns its digest. Idempotent, single-flight. A backend that runs no images refuses
-        names."""
-        ...
-
-    async def create(
-        self,
-        spec: SandboxSpec,
-        *,
-        image: str,
-        session: str,
-@runtime_checkable
 class Foreseeing(Protocol):
     """A backend that knows beforehand what preparing an image would cost. Optional beside `Backend`."""
 
@@ -342,6 +320,28 @@ class Stocking(Protocol):
         ...
 
 
+@runtime_checkable
+class Backend(Protocol):
+    """Where sandboxes come from."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def isolation(self) -> Isolation: ...
+
+    async def prepare(self, environment_dir: str) -> str:
+        """Make the image of a task's `environment/` folder (an absolute path), or the image of that name,
+        available; returns its digest. Idempotent, single-flight. A backend that runs no images refuses
+        names."""
+        ...
+
+    async def create(
+        self,
+        spec: SandboxSpec,
+        *,
+        image: str,
+        session: str,
         mounts: tuple[Mount, ...] = (),
         apply: tuple[FileChange, ...] = (),
         deadline_s: float = 120.0,

@@ -394,16 +394,6 @@ class AdmissionRequest(_Wire):
     task: TaskRef
 
 
-class TaskView(_Wire):
-    id: str
-    revision: str
-    split: str
-    tools: list[str]
-    instruction: str
-    admitted: bool | None
-    """None: not validated here yet."""
-
-
 class PrepareRequest(_Wire):
     """Have the images of tasks made ready. The same `client_key` and body is the same preparation."""
 
@@ -421,6 +411,16 @@ class PreparationView(_Wire):
     done: bool
     images: list[ImageStatus]
     """Those that are over, as they came: ready, or failed with whose fault it is and what to do."""
+
+
+class TaskView(_Wire):
+    id: str
+    revision: str
+    split: str
+    tools: list[str]
+    instruction: str
+    admitted: bool | None
+    """None: not validated here yet."""
 
 
 class EnvironmentView(_Wire):

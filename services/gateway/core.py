@@ -73,8 +73,8 @@ from harness.gateway import wire
 from services.gateway.journal import Journal
 from services.gateway.limiters import Limiters
 from services.gateway.metrics import Metrics
-from services.gateway.ration import Claim, Ration
 from services.gateway.preparing import Preparations
+from services.gateway.ration import Claim, Ration
 from services.gateway.refused import Over, Refused, key_reused
 from services.gateway.snapshots import Snapshots, request_hash
 from services.gateway.states import ENDED, FOLLOWS, State
@@ -244,10 +244,10 @@ class _Observed:
             self._live.limited_s += waited_s
         return digest
 
-    async def create(
     async def has(self, environment_dir: str) -> bool | None:
         return await self._inner.has(environment_dir) if isinstance(self._inner, Foreseeing) else None
 
+    async def create(
         self,
         spec: Any,
         *,
@@ -322,8 +322,8 @@ class Gateway:
         self.permits = Ration(permits=self.settings.permits)
         self.verification = Ration(verifications=self.settings.verify)
         self.limiters = Limiters(creates=self.settings.creates, permits=self.permits)
-
         self._preparations = Preparations(_Observed(self, None))
+
     # --------------------------------------------------------------------------------------------- lifecycle
 
     async def start(self) -> None:
@@ -716,7 +716,6 @@ class Gateway:
         )
         return made
 
-    # ------------------------------------------------------------------------------------------------ opening
     async def prepare_images(
         self, tenant: str, request: wire.PrepareRequest, *, wait_s: float
     ) -> wire.PreparationView:
@@ -727,6 +726,7 @@ class Gateway:
             tenant, request, [self.task(each) for each in request.tasks], wait_s=wait_s
         )
 
+    # ------------------------------------------------------------------------------------------------ opening
 
     async def open(self, tenant: TenantRow, token: str, request: wire.OpenRequest) -> tuple[Live, bool]:
         """The session of a request, and whether it is new. Raises `Refused`; then there is none."""
