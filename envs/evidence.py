@@ -34,7 +34,7 @@ from envs.sandbox.contract import (
     InParts,
     Sandbox,
 )
-from envs.sandbox.diff import diff_hash
+from envs.sandbox.diff import DiffTooLarge, diff_hash
 
 ANSWER_GRACE_S = 120.0
 """How much later than its own time limit a command may answer (queue, kill, transport) before it is given
@@ -250,7 +250,21 @@ class Witness:
         return count
 
     async def diff(self) -> tuple[FileChange, ...]:
-        changes: tuple[FileChange, ...] = await self._within("diff", self.sandbox.diff())
+        """Changes of the workdir, taken from outside. Raises `DiffTooLarge`, which is known of it then, and
+        `SandboxError` for what this machine refuses."""
+        try:
+            changes: tuple[FileChange, ...] = await self._within("diff", self.sandbox.diff())
+        except DiffTooLarge:
+            self._diff_taken = True
+            raise
+        except OSError as error:
+            raise SandboxError(
+                f"Sandbox {self.sandbox.info.id}: its diff could not be taken: {error.strerror or error}.",
+                fix="Look at this machine's descriptors, disks and rights: `agentrl doctor`.",
+                code="system",
+                phase="diff",
+                evidence={"errno": error.errno},
+            ) from error
         self._diff_taken = True
         return changes
 

@@ -14,6 +14,7 @@ import errno
 import hashlib
 import hmac
 import json
+import logging
 import math
 import posixpath
 import time
@@ -56,6 +57,11 @@ STARVED_SHARE = 0.25
 FED_SHARE = 0.5
 """… unless it ran for this share of it all the same."""
 REWARD_FILE_BYTES = 64 * 1024
+TEST_FILE_BYTES = 16 * 1024 * 1024
+WORK_UNJUDGED = "work_unjudged"
+"""Flag of a verdict on the image alone: what was done in the attempt can not be judged, by its own fault."""
+log = logging.getLogger(__name__)
+
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Why a diff can not be laid over a fresh image: it takes more than the policy had."""
 
@@ -191,8 +197,14 @@ async def grade(
     admitted = _admitted(task, image, admission)
     try:
         kept, undone = gradable(changes, guarded(task))
-        result = await verify(
-            task, backend, image=image, changes=kept, session=session, attempted=Attempted(steps=steps)
+        result, broke = await _judged(
+            task,
+            backend,
+            image=image,
+            changes=kept,
+            session=session,
+            attempted=Attempted(steps=steps),
+            valid=admitted.holds is True,
         )
     except BoundaryError as error:
         bare = unscored(fault_of(error), (*seen, admitted), isolation=backend.isolation, flags=flags)
@@ -200,6 +212,7 @@ async def grade(
     evidence = (*seen, *result.evidence, admitted)
     flags = (*result.flags, *(("protected_paths_restored",) if undone else ()), *flags)
     problem = result.fault or _missing(evidence)
+    fault = broke or fault
     verdict = Verdict(
         reward=result.reward if problem is None else None,
         components=result.components if problem is None else {},
@@ -276,6 +289,53 @@ def _admitted(task: Task, image: str, admission: Admission | None) -> Evidence:
     )
 
 
+async def _judged(
+    task: Task,
+    backend: Backend,
+    *,
+    image: str,
+    changes: tuple[FileChange, ...],
+    session: str,
+    attempted: Attempted,
+    valid: bool,
+) -> tuple[Verified, Fault | None]:
+    """What the work earns; and the policy's fault when the work can not be judged: then it counts as no work,
+    so that nobody learns to end a bad attempt without a score.
+
+    Whether work or task is to blame for a verifier that can not judge is found out, not guessed: the same
+    verifier judges the image without the work. Raises `BoundaryError` when it can not judge that either.
+    """
+    result: Verified | None = None
+    problem: BoundaryError | None = None
+    try:
+        result = await verify(
+            task, backend, image=image, changes=changes, session=session, attempted=attempted
+        )
+        fault = result.fault
+    except BoundaryError as error:
+        if error.owner not in ("policy", "task"):
+            raise
+        problem, fault = error, fault_of(error)
+    if fault is not None and valid and changes:
+        try:
+            bare = await verify(
+                task, backend, image=image, changes=(), session=f"{session}-without", attempted=attempted
+            )
+        except BoundaryError as error:
+            if fault.owner == "task":
+                raise
+            log.warning("session %s: not even the image without the work can be judged: %s", session, error)
+        else:
+            if bare.fault is None and not bare.passed:
+                flags = () if result is None else result.flags
+                blamed = replace(fault, owner="policy", retryable=False)
+                return replace(bare, flags=(*flags, WORK_UNJUDGED)), blamed
+    if problem is not None:
+        raise problem
+    assert result is not None, "what did not raise is a result"
+    return result, None
+
+
 @dataclass(frozen=True, slots=True)
 class Attempted:
     """An attempt behind a diff, and what was done in it, as far as that is known."""
@@ -323,7 +383,11 @@ async def _once(
     attempted: Attempted | None,
 ) -> Verified:
     folder = Path(task.path)
-    if package.revision_of(folder) != task.revision:
+    try:
+        revision, files = package.revision_of(folder), package.test_files(folder)
+    except OSError as error:
+        raise of_system(error, "verify") from error
+    if revision != task.revision:
         raise TaskError(
             f"{folder} changed after it was loaded.",
             fix="Load the task again.",
@@ -356,7 +420,6 @@ async def _once(
     try:
         witness = Witness(sandbox, image=image, spec=task.sandbox, session=session)
         await witness.probe("verify")
-        files = package.test_files(folder)
         if task.grader.kind == "graders":
             verified = await _by_graders(task, witness, files, session, changes, attempted)
         else:
@@ -412,6 +475,15 @@ async def _ended(witness: Witness, result: ExecResult) -> None:
             code="verifier_output",
             phase="verify",
             retryable=False,
+        )
+    if result.status is ExecStatus.SIGNALED and witness.oom_kills() == 0:
+        # From inside: by what was tested, or by the task's own script.
+        raise TaskError(
+            f"The verifier was ended by signal {result.signal} before its report.",
+            fix="Let nothing in tests/ signal its own parents.",
+            code="verifier_killed",
+            phase="verify",
+            evidence={"signal": result.signal, "oom_kills": 0},
         )
     if result.status is not ExecStatus.EXITED:
         raise _environment(
@@ -523,7 +595,15 @@ async def _by_script(task: Task, witness: Witness, files: dict[str, str], sessio
             retryable=False,
         )
     for name, digest in files.items():
-        raw = await witness.read_file(f"{TESTS_TARGET}/{name}", max_bytes=16 * 1024 * 1024)
+        try:
+            raw = await witness.read_file(f"{TESTS_TARGET}/{name}", max_bytes=TEST_FILE_BYTES)
+        except (OSError, ValueError) as error:
+            raise TaskError(
+                f"tests/{name} can not be read in the verifier's sandbox: {error}",
+                fix=f"Keep it a plain file, readable for all, of at most {TEST_FILE_BYTES >> 20} MiB.",
+                code="test_file",
+                phase="verify",
+            ) from error
         if hashlib.sha256(raw).hexdigest() != digest:
             raise _environment("tests_differ", f"{name} is not the package's.")
     for stale in ("reward.json", "reward.txt"):
@@ -664,13 +744,23 @@ async def _graded(use: GraderUse, grader: Grader, attempt: Attempt) -> Graded:
             phase="verify",
         ) from error
     values = (graded.value, *graded.components.values()) if isinstance(graded, Graded) else (math.nan,)
-    if any(isinstance(v, bool) or not isinstance(v, int | float) or not math.isfinite(v) for v in values):
+    if not all(map(_finite_number, values)):
         raise TaskError(
             f"Grader {use.name} ({use.use}) gives {graded!r:.200}, not finite numbers.",
             code="reward_not_finite",
             phase="verify",
         )
     return graded
+
+
+def _finite_number(value: object) -> bool:
+    """Whether it is a number that a float can hold; a whole number of 400 digits is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 async def _reward_file(witness: Witness, name: str) -> bytes | None:
@@ -691,7 +781,7 @@ async def _reward(witness: Witness) -> dict[str, float]:
         else:
             raw = await _reward_file(witness, "reward.txt")
             values = None if raw is None else {"reward": float(raw.decode("ascii").strip())}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TaskError(
             f"The reward file holds no number: {error}", code="reward_file", phase="verify"
         ) from error
@@ -703,9 +793,11 @@ async def _reward(witness: Witness) -> dict[str, float]:
         )
     numbers = {}
     for name, value in values.items() if isinstance(values, dict) else ():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not _finite_number(value):
             raise TaskError(
-                f"reward.json: {name} is not a finite number.", code="reward_not_finite", phase="verify"
+                f"reward.json: {name!r:.100} is not a finite number.",
+                code="reward_not_finite",
+                phase="verify",
             )
         numbers[str(name)] = float(value)
     if "reward" not in numbers:

@@ -36,6 +36,7 @@ from envs.sandbox.contract import (
     Health,
     Mount,
 )
+from envs.sandbox.diff import DiffTooLarge
 from envs.sandbox.images import workspace
 from envs.sandbox.oci import located
 from envs.sandbox.pressure import QUEUE_DEADLINE_S
@@ -486,6 +487,9 @@ class Session:
             await self._witness.kill_all()
             await self._witness.probe("finalize")
             changes = await self._witness.diff()
+        except DiffTooLarge as error:  # what it left can not be judged: it counts as nothing
+            changes, fault = (), fault_of(error)
+            self._flags[grading.WORK_UNJUDGED] = None
         except BoundaryError as error:
             return self._unscored(fault_of(error))
         seen = self._witness.evidence()

@@ -177,7 +177,9 @@ async def run_one(
         if fault is None and not judge:
             fault = UNJUDGED
         with _timed(seconds, "finalize"):
-            verdict = await _verdict(task, backend, session, termination, fault, signing_key)
+            verdict = await _verdict(
+                task, backend, session, termination, fault, signing_key, trajectory_id=trajectory_id
+            )
     finally:
         if session is not None:
             await _close(session, trajectory_id)
@@ -261,6 +263,8 @@ async def _verdict(
     termination: Termination,
     fault: Fault | None,
     signing_key: bytes,
+    *,
+    trajectory_id: str,
 ) -> Verdict:
     """The session's verdict; without a session, or when finalizing itself fails, one without a reward."""
     if session is not None:
@@ -270,8 +274,10 @@ async def _verdict(
                 2 * task.grader.timeout_s + FINALIZE_GRACE_S,
                 "finalize",
             )
-        except BoundaryError as error:
-            fault = fault or fault_of(error)
+        except Exception as error:  # the boundary of a verdict: classified and recorded
+            made = _fault(error, trajectory_id)
+            # What was scored before it could not be judged is not what ends the attempt without a reward.
+            fault = made if fault is None or fault.scored else fault
     assert fault is not None, "an attempt without a session has the fault that prevented it"
     return grading.sign(grading.unscored(fault, (), isolation=backend.isolation), signing_key)
 

@@ -332,6 +332,40 @@ def test_finalizing_that_fails_leaves_no_reward() -> None:
     assert trajectory.verdict.fault.phase == "verify"
 
 
+class Unjudged(FakeSessions):
+    """Sessions that can not be finalized."""
+
+    def __init__(self, error: Exception, respond: Callable[[Action], str] = lambda action: "ok") -> None:
+        super().__init__(respond)
+        self._error = error
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session = await super().__call__(*args, **kwargs)
+
+        async def finalize(**kwargs: Any) -> Any:
+            raise self._error
+
+        session.finalize = finalize  # type: ignore[method-assign]
+        return session
+
+
+def test_an_error_of_our_own_in_a_verdict_is_recorded_and_ends_nobody_elses_attempt() -> None:
+    trajectory, _ = attempt(scripted(SUBMIT), Unjudged(OSError(24, "Too many open files")))
+    assert trajectory.reward is None
+    assert trajectory.verdict.fault is not None
+    assert (trajectory.verdict.fault.owner, trajectory.verdict.fault.code) == ("gateway", "internal")
+
+
+def test_what_fails_while_a_scored_fault_is_judged_is_not_the_policys() -> None:
+    broke = SandboxError("it filled its disk", owner="policy", code="disk_quota", retryable=False)
+    trajectory, _ = attempt(
+        scripted(LS), Unjudged(SandboxLost("gone while grading", phase="verify"), raising(broke))
+    )
+    assert trajectory.reward is None
+    assert trajectory.verdict.fault is not None
+    assert trajectory.verdict.fault.owner == "environment"
+
+
 # ----------------------------------------------------------------------------------------------- cancellation
 
 
