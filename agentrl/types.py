@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, AwareDatetime, ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from agentrl.errors import EvidenceError, FaultOwner
@@ -176,6 +176,8 @@ class Task:
     tools: tuple[str, ...]
     grader: GraderSpec
     limits: Limits
+    clock: AwareDatetime | None = None
+    """The time of day at which each of its sandboxes starts; None: the machine's own."""
     split: Split = Split.TRAIN
     difficulty: float | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)

@@ -20,6 +20,7 @@ from pathlib import Path
 from agentrl.errors import BoundaryError, TaskError
 from agentrl.types import SandboxSpec, Task
 from envs import grading
+from envs.clock import Clock
 from envs.evidence import Admission, Witness
 from envs.sandbox.contract import Backend, ExecRequest, FileChange, Isolation, Mount, Sandbox
 from envs.sandbox.images import workspace
@@ -454,15 +455,20 @@ async def _solution(task: Task, backend: Backend, image: str) -> tuple[FileChang
         raise TaskError(
             f"{folder}/solve.sh is missing.", fix="Add the solution.", phase="admit", code="no_solution"
         )
+    clock = Clock.of(task)
     sandbox = await backend.create(
         task.sandbox,
         image=image,
         session="admit-solution",
-        mounts=(Mount(source=str(folder), target=SOLUTION_TARGET),),
+        mounts=(
+            Mount(source=str(folder), target=SOLUTION_TARGET),
+            *(() if clock is None else clock.mounts),
+        ),
         deadline_s=CREATE_DEADLINE_S,
     )
     try:
-        witness = Witness(sandbox, image=image, spec=task.sandbox, session="admit-solution")
+        witness = Witness(sandbox, image=image, spec=task.sandbox, session="admit-solution", clock=clock)
+        await witness.start_clock()
         request = ExecRequest(
             exec_id="admit-solve", argv=("bash", f"{SOLUTION_TARGET}/solve.sh"), timeout_s=SOLVE_TIMEOUT_S
         )

@@ -24,6 +24,7 @@ from agentrl.types import (
     from_json,
     to_json,
 )
+from envs.clock import Clock
 from envs.sandbox.adoption import Memory, Outliving
 from envs.sandbox.contract import (
     ExecRequest,
@@ -42,6 +43,8 @@ up."""
 HANDED_OUT = "handed_out"
 """Key of the note that holds the first probe."""
 ORIGIN = "origin"
+CLOCK = "clock"
+"""Key of the note that holds the offset of the task's clock, in seconds."""
 """Key of the note that holds the digest of the snapshot from which the sandbox began."""
 CONTROL_DEADLINE_S = 60.0
 """Deadline of a probe, a kill of all processes, a file operation, a diff."""
@@ -99,9 +102,13 @@ def of_system(error: OSError, phase: str) -> SandboxError:
 class Witness:
     """One sandbox, pinned to the instance that answered first. Not shared between sessions."""
 
-    def __init__(self, sandbox: Sandbox, *, image: str, spec: SandboxSpec, session: str) -> None:
+    def __init__(
+        self, sandbox: Sandbox, *, image: str, spec: SandboxSpec, session: str, clock: Clock | None = None
+    ) -> None:
         self.sandbox = sandbox
         self._image = image
+        self.clock = clock
+        """Every command runs under it; None: under the machine's own."""
         self._spec = spec
         self._session = session
         self._before: Health | None = None
@@ -118,14 +125,21 @@ class Witness:
 
     @classmethod
     def resumed(
-        cls, sandbox: Sandbox, memory: Memory, *, image: str, spec: SandboxSpec, session: str
+        cls,
+        sandbox: Sandbox,
+        memory: Memory,
+        *,
+        image: str,
+        spec: SandboxSpec,
+        session: str,
+        clock: Clock | None = None,
     ) -> Witness | None:
         """The witness of a sandbox that was handed out by a process that is no more, from what the sandbox
         remembers; None when it was not handed out. What is not remembered stays unknown."""
         noted = memory.notes.get(HANDED_OUT)
         if noted is None:
             return None
-        witness = cls(sandbox, image=image, spec=spec, session=session)
+        witness = cls(sandbox, image=image, spec=spec, session=session, clock=clock)
         witness._before = witness._after = from_json(Health, noted)
         witness._probes = 1
         witness._origin = memory.notes.get(ORIGIN)
@@ -148,6 +162,8 @@ class Witness:
             if self._origin is not None:  # first: whoever finds the other note finds this one
                 self.sandbox.note(ORIGIN, self._origin)
             self.sandbox.note(HANDED_OUT, to_json(self._before).decode())
+            if self.clock is not None:
+                self.sandbox.note(CLOCK, str(self.clock.offset_s))
 
     async def _within(self, what: str, operation: Any, deadline_s: float = CONTROL_DEADLINE_S) -> Any:
         try:
@@ -196,8 +212,19 @@ class Witness:
         self._origin = digest
 
     async def exec(self, request: ExecRequest) -> ExecResult:
+    async def start_clock(self) -> None:
+        """Require that the task's clock, where it has one, stands inside. Raises `TaskError`."""
+        if self.clock is not None:
+            await self.clock.hold(self.exec, f"{self._session}-clock")
+
+    def dressed(self, request: ExecRequest) -> ExecRequest:
+        """A request as the sandbox is asked it: under the task's clock."""
+        return request if self.clock is None else self.clock.dressed(request)
+
         """Run a command and require a framed answer. `ExecUnknown` when the outcome can not be known."""
         self._execs.add(request.exec_id)
+        request = self.dressed(request)
+        new = request.exec_id not in self._execs
         result: ExecResult = await self._within(
             "exec", self.sandbox.exec(request), request.timeout_s + ANSWER_GRACE_S
         )
@@ -294,6 +321,8 @@ class Witness:
                 info.image_digest == self._image and info.spec == self._spec,
                 session=self._session,
                 sandbox=info.id,
+        if self.clock is not None:
+            origin["clock"] = self.clock.starts.isoformat()
                 backend=info.backend,
                 isolation=info.isolation,
                 image=info.image_digest,

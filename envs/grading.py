@@ -36,6 +36,7 @@ from agentrl.types import (
     step_number,
     to_json,
 )
+from envs.clock import Clock
 from envs.evidence import CONTROL_DEADLINE_S, Admission, Witness, fault_of, of_system
 from envs.graders import registry as graders
 from envs.graders.contract import Attempt, Graded, Grader, Steps, TestsSeen
@@ -394,13 +395,17 @@ async def _once(
             code="task_changed",
             phase="verify",
         )
+    clock = Clock.of(task)
     try:
         async with asyncio.timeout(CREATE_DEADLINE_S + QUEUE_DEADLINE_S + 10.0):
             sandbox = await backend.create(
                 task.sandbox,
                 image=image,
                 session=session,
-                mounts=(Mount(source=str(folder / "tests"), target=TESTS_TARGET),),
+                mounts=(
+                    Mount(source=str(folder / "tests"), target=TESTS_TARGET),
+                    *(() if clock is None else clock.mounts),
+                ),
                 apply=changes,
                 deadline_s=CREATE_DEADLINE_S,
             )
@@ -418,8 +423,9 @@ async def _once(
             ) from error
         raise of_system(error, "create") from error
     try:
-        witness = Witness(sandbox, image=image, spec=task.sandbox, session=session)
+        witness = Witness(sandbox, image=image, spec=task.sandbox, session=session, clock=clock)
         await witness.probe("verify")
+        await witness.start_clock()
         if task.grader.kind == "graders":
             verified = await _by_graders(task, witness, files, session, changes, attempted)
         else:
@@ -431,7 +437,7 @@ async def _once(
 
 
 def _fresh(witness: Witness, changes: tuple[FileChange, ...]) -> Evidence:
-    """E7: the verifier's own E1 to E5, and what was laid over the image."""
+    """E7: the verifier's own E1 to E5, what was laid over the image, and the clock that it lived under."""
     own = {e.key: e for e in witness.evidence() if e.key is not EvidenceKey.E6_PROBE_AFTER}
     facts: dict[str, JsonScalar] = {f"verifier_{key}": link.holds for key, link in own.items()}
     facts |= {
@@ -441,6 +447,8 @@ def _fresh(witness: Witness, changes: tuple[FileChange, ...]) -> Evidence:
         "changes": len(changes),
         "test_files_match": True,  # the judges raise otherwise
     }
+    if witness.clock is not None:
+        facts["clock"] = witness.clock.starts.isoformat()
     return Evidence(
         key=EvidenceKey.E7_FRESH_VERIFIER, holds=all(e.holds is True for e in own.values()), facts=facts
     )

@@ -24,7 +24,8 @@ from typing import Any, Literal, Self
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, nearest
 from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict, from_json, storable, to_json
 from envs import grading, tools
-from envs.evidence import Admission, Witness, fault_of, of_system
+from envs.clock import Clock
+from envs.evidence import CLOCK, Admission, Witness, fault_of, of_system
 from envs.sandbox.adoption import Outliving
 from envs.sandbox.contract import (
     Backend,
@@ -156,6 +157,7 @@ class Session:
         (an agent's own packages); with an `origin` the workdir is as that says, and the diff that is judged
         is still the whole one, against the image. Raises `BoundaryError`; nothing is left behind then."""
         log = [Transition(at=time.time(), state=State.PROVISIONING)]
+        clock = Clock.of(task)
         image = await prepare(task, backend)
         if origin is not None and origin.image != image:
             raise SandboxError(
@@ -173,7 +175,7 @@ class Session:
                     task.sandbox,
                     image=image,
                     session=session_id,
-                    mounts=mounts,
+                    mounts=(*mounts, *(() if clock is None else clock.mounts)),
                     apply=() if origin is None else origin.changes,
                     deadline_s=CREATE_DEADLINE_S,
                 )
@@ -194,11 +196,12 @@ class Session:
                 phase="start",
                 retryable=False,
             ) from error
-        witness = Witness(sandbox, image=image, spec=task.sandbox, session=session_id)
+        witness = Witness(sandbox, image=image, spec=task.sandbox, session=session_id, clock=clock)
         try:
             await witness.probe("health")
             if origin is not None:
                 await witness.began_from(origin.digest)
+            await witness.start_clock()
         except BaseException:
             await sandbox.close()
             raise
@@ -232,7 +235,14 @@ class Session:
         signing key comes later (`signing_key`). Raises `BoundaryError`."""
         memory = await sandbox.recall()
         image = await prepare(task, backend)
-        witness = Witness.resumed(sandbox, memory, image=image, spec=task.sandbox, session=session_id)
+        witness = Witness.resumed(
+            sandbox,
+            memory,
+            image=image,
+            spec=task.sandbox,
+            session=session_id,
+            clock=Clock.of(task, noted=memory.notes.get(CLOCK)),
+        )
         if witness is None:
             return None
         await witness.probe("resume")
@@ -382,6 +392,10 @@ class Session:
         if _searches_history(request.command or " ".join(request.argv or ())):
             self._flags[HISTORY_SEARCHED] = None
         return await self._witness.exec(request)
+
+    def dressed(self, request: ExecRequest) -> ExecRequest:
+        """A request as the sandbox is asked it: see `Witness.dressed`."""
+        return self._witness.dressed(request)
 
     async def read_file(self, path: str, *, max_bytes: int) -> bytes:
         return await self._witness.read_file(self._at(path), max_bytes=max_bytes)

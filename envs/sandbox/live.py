@@ -108,7 +108,7 @@ class LiveSandbox:
             "op": "exec",
             "exec_id": request.exec_id,
             "said": request.digest(),
-            "env": request.env,
+            "env": {name: self._paths.inside(value) for name, value in request.env.items()},
             "timeout_s": request.timeout_s,
             "user": request.user,
             "report_fd": request.report_fd,

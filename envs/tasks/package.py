@@ -17,6 +17,7 @@ import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +32,9 @@ from envs.graders import registry as graders
 
 SCHEMA_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 DEFAULT_TOOLS = ("bash", "read_file", "replace_in_file", "run_tests", "submit")
+CLOCK_SINCE_S, CLOCK_BEFORE_S = 315_532_800.0, 2_145_916_800.0
+"""A task's clock stands between 1980 (archives know no earlier time) and 2038 (32-bit programs know no
+later)."""
 
 _OURS = MappingProxyType(
     {
@@ -49,6 +53,8 @@ _OURS = MappingProxyType(
         "exec_timeout_s": (int, float),
         "observation_bytes": int,
     }
+        "shell": str,
+        "clock": (str, datetime),
 )
 """Keys of `[metadata.agentrl]` that mean something here, with their TOML type. Others are kept as
 metadata."""
@@ -209,6 +215,7 @@ def load_task(path: str | Path) -> Task:
     limits = {key: known[key] for key in _LIMIT_KEYS if known[key] is not None}
     metadata = {key: value for key, value in document.get("metadata", {}).items() if key != "agentrl"}
     metadata |= {key: value for key, value in ours.values.items() if key not in (*_OURS, *_TABLES)}
+    clock = _clock(ours, known["clock"])
     metadata |= {"defaults": defaults}
     if known["visible_tests"]:
         metadata |= {"visible_tests": known["visible_tests"]}
@@ -233,6 +240,7 @@ def load_task(path: str | Path) -> Task:
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
+            clock=clock,
         raise _error(file, where, first["msg"], "Correct that value.") from error
     except OverflowError as error:
         raise _error(file, "number", str(error), "Use a number that a machine can hold.") from error
@@ -245,6 +253,23 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise _error(file, "encoding", str(error), "Write it as UTF-8.") from error
+
+
+def _clock(ours: _Table, value: str | datetime | None) -> datetime | None:
+    """The time that a task's clock starts at: with its zone, and one that programs can be told of."""
+    if value is None:
+        return None
+    fix = 'Write the time with its zone: clock = "2024-05-01T00:00:00Z".'
+    try:
+        found = datetime.fromisoformat(value) if isinstance(value, str) else value
+        if found.tzinfo is None:
+            raise ours.error("clock", f"'{value}' has no zone", fix)
+        seconds = found.timestamp()
+    except (ValueError, OverflowError) as error:
+        raise ours.error("clock", f"'{value}' is no time", fix) from error
+    if not CLOCK_SINCE_S <= seconds < CLOCK_BEFORE_S:
+        raise ours.error("clock", f"'{value}' is too far away", "Name a time from 1980 to 2037.")
+    return found.astimezone(UTC)
 
 
 def _sandbox(folder: Path, environment: _Table, pids: int | None) -> SandboxSpec:

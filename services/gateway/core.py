@@ -1192,7 +1192,11 @@ class Gateway:
     async def exec(self, live: Live, body: wire.ExecBody, *, wait_s: float) -> wire.ExecView | None:
         """A command; None: not done yet."""
         past = None if live.session is None else live.session.past_execs.get(f"{live.id}.x.{body.exec_id}")
-        if past is not None and past != body.request(live.id).digest():
+        if (
+            past is not None
+            and live.session is not None
+            and past != live.session.dressed(body.request(live.id)).digest()
+        ):
             raise _reused("exec", body.exec_id)
         return await self._exec(live, body, body.model_dump_json().encode(), wait_s=wait_s)
 
