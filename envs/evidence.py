@@ -33,6 +33,7 @@ from envs.sandbox.contract import (
     FilePart,
     Health,
     InParts,
+    NotRun,
     Sandbox,
 )
 from envs.sandbox.diff import DiffTooLarge, diff_hash
@@ -40,11 +41,12 @@ from envs.sandbox.diff import DiffTooLarge, diff_hash
 ANSWER_GRACE_S = 120.0
 """How much later than its own time limit a command may answer (queue, kill, transport) before it is given
 up."""
+ADMISSION_FRESH_S = 30 * 86_400.0
 HANDED_OUT = "handed_out"
 """Key of the note that holds the first probe."""
-ORIGIN = "origin"
 CLOCK = "clock"
 """Key of the note that holds the offset of the task's clock, in seconds."""
+ORIGIN = "origin"
 """Key of the note that holds the digest of the snapshot from which the sandbox began."""
 CONTROL_DEADLINE_S = 60.0
 """Deadline of a probe, a kill of all processes, a file operation, a diff."""
@@ -74,6 +76,11 @@ class Admission:
     needed_s: float = 0.0
     """What a verification needs on a machine with nothing else to do; 0 where it was not measured."""
     admitted_at: float
+
+    def old(self, now: float) -> bool:
+        """Whether it is so long ago that the task is to be validated again: what passed once may depend on a
+        date."""
+        return now - self.admitted_at > ADMISSION_FRESH_S
 
 
 def fault_of(error: BoundaryError) -> Fault:
@@ -106,9 +113,9 @@ class Witness:
         self, sandbox: Sandbox, *, image: str, spec: SandboxSpec, session: str, clock: Clock | None = None
     ) -> None:
         self.sandbox = sandbox
-        self._image = image
         self.clock = clock
         """Every command runs under it; None: under the machine's own."""
+        self._image = image
         self._spec = spec
         self._session = session
         self._before: Health | None = None
@@ -161,9 +168,9 @@ class Witness:
         if isinstance(self.sandbox, Outliving) and self._before is not None:
             if self._origin is not None:  # first: whoever finds the other note finds this one
                 self.sandbox.note(ORIGIN, self._origin)
-            self.sandbox.note(HANDED_OUT, to_json(self._before).decode())
             if self.clock is not None:
                 self.sandbox.note(CLOCK, str(self.clock.offset_s))
+            self.sandbox.note(HANDED_OUT, to_json(self._before).decode())
 
     async def _within(self, what: str, operation: Any, deadline_s: float = CONTROL_DEADLINE_S) -> Any:
         try:
@@ -211,7 +218,6 @@ class Witness:
             )
         self._origin = digest
 
-    async def exec(self, request: ExecRequest) -> ExecResult:
     async def start_clock(self) -> None:
         """Require that the task's clock, where it has one, stands inside. Raises `TaskError`."""
         if self.clock is not None:
@@ -221,13 +227,19 @@ class Witness:
         """A request as the sandbox is asked it: under the task's clock."""
         return request if self.clock is None else self.clock.dressed(request)
 
+    async def exec(self, request: ExecRequest) -> ExecResult:
         """Run a command and require a framed answer. `ExecUnknown` when the outcome can not be known."""
-        self._execs.add(request.exec_id)
         request = self.dressed(request)
         new = request.exec_id not in self._execs
-        result: ExecResult = await self._within(
-            "exec", self.sandbox.exec(request), request.timeout_s + ANSWER_GRACE_S
-        )
+        self._execs.add(request.exec_id)
+        try:
+            result: ExecResult = await self._within(
+                "exec", self.sandbox.exec(request), request.timeout_s + ANSWER_GRACE_S
+            )
+        except NotRun:
+            if new:
+                self._execs.discard(request.exec_id)
+            raise
         if result.status is ExecStatus.UNKNOWN or result.exec_id != request.exec_id:
             raise ExecUnknown(
                 f"The outcome of command {request.exec_id} in sandbox {self.sandbox.info.id} is unknown.",
@@ -315,14 +327,14 @@ class Witness:
         origin: dict[str, JsonScalar] = {} if self._origin is None else {"snapshot": self._origin}
         if info.warm:
             origin["warm"] = True
+        if self.clock is not None:
+            origin["clock"] = self.clock.starts.isoformat()
         return (
             self._link(
                 EvidenceKey.E1_START,
                 info.image_digest == self._image and info.spec == self._spec,
                 session=self._session,
                 sandbox=info.id,
-        if self.clock is not None:
-            origin["clock"] = self.clock.starts.isoformat()
                 backend=info.backend,
                 isolation=info.isolation,
                 image=info.image_digest,

@@ -118,7 +118,9 @@ class Session:
     ) -> None:
         self.task = task
         self.id = session_id
-        self.tools: list[dict[str, Any]] = tools.tool_schemas(task.tools)
+        self.tools: list[dict[str, Any]] = tools.tool_schemas(
+            task.tools, persistent_shell=tools.persistent(task)
+        )
         self.submitted = False
         self.verdict: Verdict | None = None
         self._backend = backend

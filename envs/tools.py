@@ -26,6 +26,16 @@ from envs.sandbox.contract import OUTPUT_LIMIT_BYTES, ExecRequest, ExecResult, N
 
 READ_LIMIT_BYTES = 4 * 1024 * 1024
 """Largest file that a tool reads; the model sees far less of it."""
+TOOL_SHELL = "tool.bash"
+"""The shell of a task that has a persistent one."""
+ONE_SHELL = (
+    "Run a shell command. Commands share one shell, which starts in the working folder: its folder, variables"
+    " and functions are kept."
+)
+"""What a model is told of `bash` where a task has a persistent shell."""
+SHELL_RESTARTED = (
+    "[the shell had ended; this ran in a new one, in the folder and with the variables from before that]"
+)
 TEST_MESSAGE_CHARS = 160
 """Length of one line of a test report."""
 
@@ -65,6 +75,11 @@ class ToolResult:
     data: dict[str, Any] = field(default_factory=dict)
 
 
+def persistent(task: Task) -> bool:
+    """Whether the task's commands share one shell: `[metadata.agentrl] shell = "persistent"`."""
+    return bool(task.metadata.get("shell") == "persistent")
+
+
 def failed(message: str) -> ToolResult:
     """The policy's own error, in words that say what to do."""
     return ToolResult(text=message, is_error=True)
@@ -84,10 +99,17 @@ async def bash(workspace: Workspace, command: str) -> ToolResult:
         return failed("Nothing was run: the command is not valid text, it holds a lone surrogate.")
     limits = workspace.task.limits
     result = await workspace.exec(
-        ExecRequest(exec_id=workspace.next_exec_id(), command=command, timeout_s=limits.exec_timeout_s)
+        ExecRequest(
+            exec_id=workspace.next_exec_id(),
+            command=command,
+            timeout_s=limits.exec_timeout_s,
+            shell=TOOL_SHELL if persistent(workspace.task) else None,
+        )
     )
     shown, omitted = text.stream_view(result.stdout, result.stderr, limit=limits.observation_bytes)
-    note = _ending(result, workspace.task)
+    note = "\n".join(
+        filter(None, (SHELL_RESTARTED * result.shell_restarted, _ending(result, workspace.task)))
+    )
     if note:
         shown = f"{shown}\n{note}" if shown and not shown.endswith("\n") else shown + note
     return ToolResult(
@@ -368,6 +390,17 @@ def _schemas(names: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
     return tuple(get(name).schema() for name in names)
 
 
-def tool_schemas(names: Iterable[str]) -> list[dict[str, Any]]:
-    """OpenAI function schemas of the named tools, in that order."""
-    return list(_schemas(tuple(names)))
+def tool_schemas(names: Iterable[str], *, persistent_shell: bool = False) -> list[dict[str, Any]]:
+    """OpenAI function schemas of the named tools, in that order. With a persistent shell `bash` says that its
+    commands share one."""
+    schemas = list(_schemas(tuple(names)))
+    if persistent_shell:
+        schemas = [_of_one_shell(schema) for schema in schemas]
+    return schemas
+
+
+def _of_one_shell(schema: dict[str, Any]) -> dict[str, Any]:
+    function = schema["function"]
+    if function["name"] != bash.__name__:
+        return schema
+    return {**schema, "function": {**function, "description": ONE_SHELL}}

@@ -19,7 +19,7 @@ from agentrl.types import SamplingParams, Task, Trajectory
 from envs.admission import admit
 from envs.sandbox.backends import checked
 from envs.tasks.package import load_task
-from envs.tools import tool_schemas
+from envs.tools import persistent, tool_schemas
 from harness.agents.human import Human
 from harness.chat import ChatFormat
 from harness.rollout import RolloutSettings, run_one
@@ -39,14 +39,15 @@ def play(
         raise ConfigError(f"{task.id} has no tools to play with.", fix="Give its task.toml some.")
     found = loaded_tokenizer(tokenizer) if tokenizer else _own_tokenizer(task)
     chat = ChatFormat(found, tool_parser=tool_parser)
-    tools = ", ".join(f"{t['function']['name']}" for t in tool_schemas(task.tools))
+    schemas = tool_schemas(task.tools, persistent_shell=persistent(task))
+    tools = ", ".join(f"{t['function']['name']}" for t in schemas)
     console = output.err()
     console.print(f"[bold]{escape(task.id)}[/]  tools: {tools}; `say …` ends. Ctrl-D gives up.")
 
     def show(text: str) -> None:
         console.print(escape(text))
 
-    human = Human(chat, tool_schemas(task.tools), read=input, show=show)
+    human = Human(chat, schemas, read=input, show=show)
     run_id = f"play-{secrets.token_hex(4)}"
     trajectory = asyncio.run(_attempt(task, chat, human, backend, run_id))
     if store is not None:

@@ -33,6 +33,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import resource
 import select
 import selectors
@@ -64,6 +65,10 @@ KEPT_SPOOLS = 64
 """Commands whose spools are kept: each costs two of the few descriptors that a process may have."""
 LONGEST_POLL_S = 3600.0
 """No time limit is too long for the system call that waits for it."""
+SHELLS = 8
+"""Named shells of one sandbox; a name beyond them is refused."""
+SHELL_BYTES = 4 * 1024 * 1024
+"""What a shell may carry from one command to the next; more is not carried, and the next command says so."""
 KEPT_SIGNALS = 64
 """Keys of signals that a command remembers: one that comes again is not sent again."""
 KEPT_NOTES = 64
@@ -90,6 +95,33 @@ COUNTS_IO = os.path.exists("/proc/self/io")
 MAX_DESCRIPTORS = 4096
 """More than an agent ever has open."""
 OOM_PATHS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+
+GIVEN_FD, TOLD_FD = 100, 101
+"""Where a command of a named shell finds what its shell carries, and reports it; closed while it runs."""
+_IN_SHELL = (
+    "{ builtin unset -v BASH_EXECUTION_STRING;"
+    + "".join(f' IFS= builtin read -r -d "" -u {GIVEN_FD} __agentrl_{name};' for name in "amfec")
+    + ' { builtin eval "$__agentrl_a"; builtin unset -v __agentrl_a __agentrl_r; } >/dev/null 2>&1;'
+    ' builtin eval "$__agentrl_e"; builtin unset -v __agentrl_e;'
+    f' builtin printf "R\\0" >&{TOLD_FD};'
+    ' { builtin eval "$__agentrl_m"; builtin eval "$__agentrl_f"; } >/dev/null 2>&1;'
+    f' builtin eval "$__agentrl_c" {GIVEN_FD}<&- {TOLD_FD}>&-;'
+    f" {{ __agentrl_r=$?; builtin trap -p >&{TOLD_FD}; builtin trap - DEBUG ERR RETURN EXIT;"
+    f' builtin printf "\\0" >&{TOLD_FD}; builtin set +o >&{TOLD_FD}; builtin set +euvx;'
+    f' builtin printf "\\0" >&{TOLD_FD}; builtin unset -v __agentrl_c __agentrl_m __agentrl_f;'
+    f" builtin declare -p >&{TOLD_FD}; builtin alias -p >&{TOLD_FD}; builtin umask -p >&{TOLD_FD};"
+    f" builtin shopt -p >&{TOLD_FD};"
+    f' [[ -v PATH ]] || builtin printf "builtin unset -v PATH\\n" >&{TOLD_FD};'
+    f' [[ -v IFS ]] || builtin printf "builtin unset -v IFS\\n" >&{TOLD_FD};'
+    f' builtin printf "builtin set --" >&{TOLD_FD}; (($#)) && builtin printf " %q" "$@" >&{TOLD_FD};'
+    f' builtin printf "\\0" >&{TOLD_FD}; builtin declare -f >&{TOLD_FD}; builtin declare -Fx >&{TOLD_FD};'
+    f' builtin printf "\\0" >&{TOLD_FD}; builtin pwd >&{TOLD_FD}; builtin printf "\\0E\\0" >&{TOLD_FD};'
+    ' } 2>/dev/null || builtin :; __agentrl_q() { builtin return "$1"; }; __agentrl_q "$__agentrl_r"; }'
+)
+"""The program of each command of a named shell, of one line, so that messages name the command's own lines:
+take up what the shell carried, say `R`, run the command, report, end as the command did. What is carried is
+bash's own account of itself, and only a bash of the same user ever reads it. An option that a command sets
+must not end the report (`|| :`), and no alias can change it (it is parsed before the first one is there)."""
 
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 24, 36, 38
 _FIONREAD = 0x541B
@@ -337,6 +369,100 @@ def oom_kills(settings: Settings) -> int | None:
     return None
 
 
+# ---------------------------------------------------------------------------------------------- named shells
+
+
+class _Carried:
+    """What a shell was when its last command ended: texts that bash made and bash takes."""
+
+    def __init__(self, state: bytes, modes: bytes, functions: bytes, folder: bytes) -> None:
+        self.state = state
+        """Variables, aliases, umask, shell options (`shopt`), positional parameters."""
+        self.modes = modes
+        """Traps and `set` options: not taken up by a shell that is started again, which they may have
+        ended."""
+        self.functions = functions
+        self.folder = folder
+
+    @staticmethod
+    def of(report: bytes, status: int) -> _Carried | None:
+        """From the report of a command that exited with `status`; None when it is none. Anything may be in
+        it, which is then taken up by a shell of the user that wrote it, and nowhere else."""
+        fields = report.split(b"\0")
+        if len(report) > SHELL_BYTES or len(fields) != 8 or (fields[0], *fields[6:]) != (b"R", b"E", b""):
+            return None
+        traps, options, state, functions, folder = fields[1:6]
+        after = b"\nbuiltin unset -v __agentrl_m __agentrl_f\n"
+        if status and not re.search(rb"^set -o errexit$", options, re.M) and not _WATCHES.search(traps):
+            # The next command sees `$?` as this one left it.
+            after += b"__agentrl_q() { builtin unset -f __agentrl_q; builtin return %d; }\n__agentrl_q\n"
+            after %= status
+        return _Carried(state, traps + b"\n" + options, functions + after, folder[:-1])
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WATCHES = re.compile(rb"(ERR|DEBUG)$", re.M)
+"""A trap that would see a status being set."""
+
+
+class _Shell:
+    """A named shell: between commands it is no process, only what it carries."""
+
+    def __init__(self) -> None:
+        self.carried: _Carried | None = None
+        self.lost = False
+        """Its last command ended it, or reported nothing that can be carried."""
+        self.run: _Exec | None = None
+
+
+def _shell_argv(settings: Settings, new: bool) -> list[str]:
+    """A login shell, like that of a command alone; it reads its profile once in its life."""
+    shell, *options = settings.shell
+    return [shell, *([] if new else ["--noprofile"]), *options, _IN_SHELL]
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _give_shell(settings: Settings, request: Header, given: list[bytes]) -> dict[str, str]:
+    """In the forked child: go where the shell is and leave for it what it takes up. Its environment."""
+    state, modes, functions, folder = given
+    extra = {str(k): str(v) for k, v in request.get("env", {}).items()}
+    first = [f"builtin export {k}={_quoted(v)}\n" for k, v in extra.items() if _VARIABLE.fullmatch(k)]
+    asked = request.get("cwd")
+    if request["new_shell"]:  # its variables are those of its process
+        _enter(settings, asked)
+        first = []
+    else:
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            if asked is None:
+                gone = f"agentrl: the shell's folder can not be entered any more: {error.strerror}; "
+                os.write(2, os.fsencode(f"{gone}this is {settings.workdir}\n"))
+                asked = ""
+        if asked is not None:
+            first.insert(0, "builtin cd -- " + _quoted(_enter(settings, asked)) + "\n")
+    fields = (state, modes, functions, os.fsencode("".join(first)), os.fsencode(request["command"]))
+    held = os.memfd_create("shell")
+    with os.fdopen(os.dup(held), "wb") as file:
+        file.write(b"".join(field + b"\0" for field in fields))
+    os.lseek(held, 0, os.SEEK_SET)
+    os.dup2(held, GIVEN_FD, inheritable=True)
+    return settings.command_env(extra) if request["new_shell"] else extra
+
+
+def _enter(settings: Settings, cwd: str | None) -> str:
+    """Go to the folder that a command asks for: its path."""
+    path = os.path.join(settings.workdir, cwd or "")
+    try:
+        os.chdir(path)
+    except OSError as error:
+        raise OSError(error.errno, f"working directory: {error.strerror}", cwd) from None
+    return path
+
+
 # ------------------------------------------------------------------------------------------------- supervisor
 
 
@@ -405,6 +531,10 @@ class _Supervisor:
         self.out = _Capture(spools[0])
         self.err = _Capture(spools[1])
         self.report: bytearray | None = None
+        self.told: bytearray | None = None
+        """What a command of a named shell reports of it."""
+        self.given: list[bytes] = []
+        """What its shell carries."""
         self.stdin = memoryview(b"")
         self.pipes: dict[int, str] = {}
         self.poller = select.poll()
@@ -419,6 +549,11 @@ class _Supervisor:
                 return False
             for header, body in inbox.feed(data):
                 self.request, self.stdin = header, memoryview(body)
+                for length in reversed(header.get("given") or ()):
+                    end = len(self.stdin) - length
+                    self.given.insert(0, bytes(self.stdin[end:]))
+                    self.stdin = self.stdin[:end]
+                self.told = bytearray() if header.get("shell") is not None else None
                 self.out.followed = self.err.followed = bool(header.get("follow"))
                 self.report = bytearray() if header.get("report_fd") else None
                 return True
@@ -438,7 +573,7 @@ class _Supervisor:
         stdin_end, problem = self._start()
         if problem is not None:
             self.err.feed(problem)
-            self._answer(started, oom_before, exit_code=127)
+            self._answer(started, oom_before, exit_code=127, began=False)
             return
         deadline = started + float(self.request["timeout_s"])
         kill_at: float | None = None
@@ -492,12 +627,14 @@ class _Supervisor:
         out, out_end = os.pipe2(os.O_CLOEXEC)
         err, err_end = os.pipe2(os.O_CLOEXEC)
         failed, failed_end = os.pipe2(os.O_CLOEXEC)
-        passed = [out_end, err_end]
+        passed = {1: out_end, 2: err_end}
         self.pipes = {out: "out", err: "err"}
         if self.report is not None:
-            report, report_end = os.pipe2(os.O_CLOEXEC)
+            report, passed[3] = os.pipe2(os.O_CLOEXEC)
             self.pipes[report] = "report"
-            passed.append(report_end)
+        if self.told is not None:
+            told, passed[TOLD_FD] = os.pipe2(os.O_CLOEXEC)
+            self.pipes[told] = "told"
         stdin_end = None
         if self.request.get("has_stdin"):
             stdin, stdin_end = os.pipe2(os.O_CLOEXEC)
@@ -511,7 +648,7 @@ class _Supervisor:
                 failed,
                 failed_end,
                 stdin,
-                *passed,
+                *passed.values(),
                 *self.pipes,
                 *([] if stdin_end is None else [stdin_end]),
             ):
@@ -520,7 +657,7 @@ class _Supervisor:
             return None, b"agentrl: cannot start the command: " + str(error).encode() + b"\n"
         if pid == 0:
             try:
-                _become_command(self.settings, self.request, [stdin, *passed])
+                _become_command(self.settings, self.request, self.given, {0: stdin, **passed})
             except BaseException as error:  # The child must never return into the agent's code.
                 try:
                     text = f"{type(error).__name__}: {error}"
@@ -528,7 +665,7 @@ class _Supervisor:
                 finally:
                     os._exit(127)
         self.tree.main = pid
-        for fd in (failed_end, stdin, *passed):
+        for fd in (failed_end, stdin, *passed.values()):
             os.close(fd)
         for fd in self.pipes:
             os.set_blocking(fd, False)
@@ -593,6 +730,8 @@ class _Supervisor:
             self.out.feed(data)
         elif stream == "err":
             self.err.feed(data)
+        elif stream == "told" and self.told is not None:
+            self.told += data[: SHELL_BYTES + 1 - len(self.told)]
         elif self.report is not None:
             self.report += data[: SPOOL_BYTES - len(self.report)]
         return len(data)
@@ -624,6 +763,7 @@ class _Supervisor:
         reason: str | None = None,
         verified: bool | None = None,
         alive: int = 0,
+        began: bool = True,
     ) -> None:
         wall = time.monotonic() - started
         status = self.tree.main_status
@@ -664,8 +804,11 @@ class _Supervisor:
             "leftovers_alive": alive,
             "kill_verified": verified,
         }
+        told = bytes(self.told or b"")
+        if self.told is not None:
+            header["told"] = {"bytes": len(told), "began": began}
         self.answered = True
-        self._send(frames(header, out_bytes + err_bytes + bytes(self.report or b"")))
+        self._send(frames(header, out_bytes + err_bytes + bytes(self.report or b"") + told))
 
     def _send(self, data: list[bytes]) -> None:
         self.link.settimeout(KILL_DEADLINE_S)
@@ -695,7 +838,9 @@ def drain(fd: int) -> None:
             pass
 
 
-def _become_command(settings: Settings, request: Header, ends: list[int]) -> NoReturn:
+def _become_command(
+    settings: Settings, request: Header, given: list[bytes], ends: dict[int, int]
+) -> NoReturn:
     """In the forked child: take the descriptors, drop everything that a command must not have, exec."""
     os.setsid()
     signal.set_wakeup_fd(-1)
@@ -709,8 +854,8 @@ def _become_command(settings: Settings, request: Header, ends: list[int]) -> NoR
     ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in ends]
-    for target, fd in enumerate(high):
+    high = {target: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for target, fd in ends.items()}
+    for target, fd in high.items():
         os.dup2(fd, target, inheritable=True)
     os.umask(0o022)
     policy = request.get("user", "policy") == "policy"
@@ -728,14 +873,15 @@ def _become_command(settings: Settings, request: Header, ends: list[int]) -> NoR
         os.setgroups([])
         os.setresgid(settings.policy_gid or 0, settings.policy_gid or 0, settings.policy_gid or 0)
         os.setresuid(settings.policy_uid, settings.policy_uid, settings.policy_uid)
-    env = settings.command_env({str(k): str(v) for k, v in request.get("env", {}).items()})
-    try:
-        os.chdir(os.path.join(settings.workdir, request.get("cwd") or ""))
-    except OSError as error:
-        raise OSError(error.errno, f"working directory: {error.strerror}", request.get("cwd")) from None
     argv = request.get("argv")
-    if argv is None:
-        argv = [*settings.shell, request["command"]]
+    if request.get("shell") is not None:
+        env = _give_shell(settings, request, given)
+        argv = _shell_argv(settings, request["new_shell"])
+    else:
+        env = settings.command_env({str(k): str(v) for k, v in request.get("env", {}).items()})
+        _enter(settings, request.get("cwd"))
+        if argv is None:
+            argv = [*settings.shell, request["command"]]
     if "/" in argv[0]:
         os.execve(argv[0], argv, env)
     os.execvpe(argv[0], argv, env)
@@ -955,6 +1101,7 @@ class _Exec:
         """Hash of what was asked, for a host that comes after the one that asked."""
         self.signals: OrderedDict[str, tuple[int, bool]] = OrderedDict()
         """Signals that were sent under a key: number, and whether the command was running."""
+        self.shell: _Shell | None = None
 
     def discard(self) -> None:
         """Close what belongs to a supervisor that never got a command."""
@@ -985,6 +1132,8 @@ class Agent:
         self._inbox = Inbox()
         self._outbox: deque[bytes] = deque()
         self._execs: OrderedDict[str, _Exec] = OrderedDict()
+        self._shells: dict[tuple[str, str], _Shell] = {}
+        """By user and name: what one user's shell carries no other user's takes up."""
         self._selector = selectors.DefaultSelector()
         self._ending = False
         self._orphaned_at = time.monotonic()
@@ -1293,6 +1442,11 @@ class Agent:
             raise Refused("bad_request", "a NUL byte in the command, its directory or its environment")
         if header.get("command") is None and not header.get("argv"):
             raise Refused("bad_request", "neither a command nor a program")
+        shell = None if header.get("shell") is None else self._shell(header)
+        given: list[bytes] = []
+        if shell is not None:
+            was = shell.carried or _Carried(b"", b"", b"", b"")
+            given = [was.state, b"" if shell.lost else was.modes, was.functions, was.folder]
         try:
             run = self._spare or self._fork_supervisor()
         except BlockingIOError as error:
@@ -1304,14 +1458,47 @@ class Agent:
         self._execs[exec_id] = run
         run.said = header.get("said")
         run.askers.append(asker)
+        if shell is not None:
+            run.shell, shell.run = shell, run
+        request = {**header, "id": 0, "given": [len(text) for text in given]}
+        request["new_shell"] = shell is not None and shell.carried is None
         try:
             run.link.settimeout(KILL_DEADLINE_S)
-            for piece in frames({**header, "id": 0}, body):
+            for piece in frames(request, b"".join([body, *given])):
                 run.link.sendall(piece)
         except OSError:
             _signal(run.pid, signal.SIGKILL)  # It hangs or is gone; the end of its link will say so.
         run.link.setblocking(False)
         self._selector.register(run.link, selectors.EVENT_READ, run)
+
+    def _shell(self, header: Header) -> _Shell:
+        """The shell that a command names. Nothing is run when it can not be had."""
+        name, user = str(header["shell"]), header.get("user", "policy")
+        if header.get("command") is None:
+            raise Refused("bad_request", "a shell takes a command, not the words of a program")
+        if os.path.basename(self.settings.shell[0]) != "bash":
+            raise Refused("not_run", f"a named shell is a bash; this sandbox has {self.settings.shell[0]}")
+        shell = self._shells.get((user, name))
+        if shell is None and len(self._shells) >= SHELLS:
+            raise Refused("not_run", f"{SHELLS} shells are in use: name one of them, not {name!r}")
+        if shell is not None and shell.run is not None and shell.run.header is None:
+            raise Refused("not_run", f"shell {name!r} still runs a command: wait for it, or name another")
+        return self._shells.setdefault((user, name), shell or _Shell())
+
+    @staticmethod
+    def _leave_shell(shell: _Shell, header: Header, report: bytes, began: bool) -> None:
+        """What a shell carries after a command. One that was ended, killed or ran out of time leaves it as it
+        was before; so does one whose report is not whole."""
+        header["shell_restarted"] = shell.lost and began
+        if not began:
+            return
+        exited = header["exit_code"] is not None
+        now = _Carried.of(report, header["exit_code"]) if exited else None
+        shell.lost = now is None
+        if now is not None:
+            shell.carried = now
+        elif exited and not report.startswith(b"R\0"):
+            shell.carried = None  # It does not even come to its command any more: it begins anew.
 
     def _fork_supervisor(self) -> _Exec:
         ours, theirs = socket.socketpair()
@@ -1400,6 +1587,13 @@ class Agent:
                 self._settle(run, _unknown(killed, verified), b"")
 
     def _settle(self, run: _Exec, header: Header, body: bytes) -> None:
+        told = header.pop("told", None)
+        if run.shell is not None and told is not None:
+            size = len(body) - told["bytes"]
+            self._leave_shell(run.shell, header, body[size:], told["began"])
+            body = body[:size]
+        elif run.shell is not None:
+            run.shell.lost = True  # Nobody knows what became of it.
         run.header, run.body = header, body
         for asker in run.askers:
             self._reply(asker, header, body)

@@ -34,6 +34,7 @@ from envs.sandbox.contract import (
     ExecResult,
     FileChange,
     Mount,
+    NotRun,
     Sandbox,
     SandboxInfo,
 )
@@ -481,6 +482,227 @@ async def zombies_are_reaped(case: Case) -> None:
         if case.backend.isolation != "none":
             count = await sh(box, "grep -l '^State:.Z' /proc/[0-9]*/status | wc -l")
             assert count.stdout.head.strip() == b"0"
+
+
+# ---------------------------------------------------------------------------- named shells
+
+
+async def shell(
+    box: Sandbox,
+    command: str,
+    *,
+    name: str = "main",
+    timeout_s: float = 30.0,
+    cwd: str | None = None,
+    env: dict[str, str] | None = None,
+    user: Literal["policy", "root"] = "policy",
+) -> ExecResult:
+    return await box.exec(
+        ExecRequest(
+            exec_id=f"x{next(_ids)}",
+            command=command,
+            shell=name,
+            timeout_s=timeout_s,
+            cwd=cwd,
+            env=env or {},
+            user=user,
+        )
+    )
+
+
+@kind()
+async def commands_of_a_named_shell_are_as_in_one_shell(case: Case) -> None:
+    """Row 15. Commands alone and other names see nothing of it."""
+    async with case.sandbox() as box:
+        first = await shell(
+            box,
+            "cd pkg; export A=1; B='two words'; declare -A map=([k]='v w'); f() { echo f $A \"$1\"; };"
+            " umask 027; shopt -s expand_aliases extglob; alias twice='f x; f';"
+            " g() { [[ $1 == @(a|b) ]] && echo match; };"
+            " export -f g; set -o pipefail; set -- p 'q r'; shopt -q login_shell && echo login",
+        )
+        assert (first.status, first.exit_code, first.stdout.head) == (ExecStatus.EXITED, 0, b"login\n"), first
+        assert first.stderr.head == b""
+        then = await shell(
+            box,
+            'basename "$PWD"; printenv A; printenv B; echo "$B" ${map[k]}; twice y; umask; bash -c "g b";'
+            ' [[ -o pipefail ]] && echo pipefail; echo $# "$2"; shopt -q login_shell && echo login; (exit 7)',
+        )
+        assert then.stdout.text().splitlines() == [
+            *("pkg", "1", "two words v w", "f 1 x", "f 1 y", "0027", "match", "pipefail", "2 q r", "login")
+        ]
+        assert (then.exit_code, then.shell_restarted, then.stderr.head) == (7, False, b"")
+        after = await shell(box, 'echo $?; cd inner; cd - >/dev/null; basename "$PWD" "$OLDPWD"')
+        assert after.stdout.head == b"7\npkg\n"
+        apart = 'echo "${A-}${B-}"; basename "$PWD"; type f 2>/dev/null; true'
+        alone, other = await sh(box, apart), await shell(box, apart, name="other")
+        assert alone.stdout.head == other.stdout.head != b""
+        assert alone.stdout.text().splitlines()[0] == ""
+        moved = await shell(
+            box, 'echo "$A $C"; basename "$PWD"', cwd="pkg/inner", env={"A": "it's", "C": "3"}
+        )
+        assert moved.stdout.head == b"it's 3\ninner\n"
+        assert (await shell(box, 'printenv A C; basename "$PWD" "$OLDPWD"')).stdout.text().split() == [
+            *("it's", "3", "inner")
+        ]
+
+
+@kind()
+async def a_shell_that_ended_is_started_again_as_it_was_before(case: Case) -> None:
+    """Row 15: no end of a command poisons the next one, and the next one says that there was an end."""
+    async with case.sandbox() as box:
+        assert (await shell(box, "cd pkg; V=kept; f() { echo still; }; set -u")).exit_code == 0
+        ends: dict[str, tuple[ExecStatus, int | None]] = {
+            "cd /; V=lost; exit 3": (ExecStatus.EXITED, 3),
+            "V=lost; exec true": (ExecStatus.EXITED, 0),
+            "V=lost; kill -9 $$": (ExecStatus.SIGNALED, None),
+            "V=lost; set -e; false; echo not reached": (ExecStatus.EXITED, 1),
+            "V=lost; trap 'exit 9' DEBUG; true": (ExecStatus.EXITED, 9),
+            "V=lost; cd /; exec sleep 1000": (ExecStatus.TIMEOUT, None),
+            "V=lost; while read -r line; do :; done < <(sleep 1000)": (ExecStatus.TIMEOUT, None),
+        }
+        for command, (status, code) in ends.items():
+            ended = await shell(box, command, timeout_s=1.0 if status is ExecStatus.TIMEOUT else 30.0)
+            assert (ended.status, ended.exit_code) == (status, code), (command, ended)
+            assert ended.shell_restarted is False, command
+            assert b"not reached" not in ended.stdout.head
+            again = await shell(box, 'echo "$V"; basename "$PWD"; f; case $- in *[eu]*) echo options;; esac')
+            assert again.shell_restarted is True, command
+            assert (again.exit_code, again.stdout.head) == (0, b"kept\npkg\nstill\n"), (command, again)
+            assert (await shell(box, "echo on")).shell_restarted is False
+        nowhere = await shell(box, "true", cwd="no/such/folder")
+        assert (nowhere.exit_code, b"working directory" in nowhere.stderr.head) == (127, True)
+        assert (await shell(box, "cat; echo $V")).stdout.head == b"kept\n", "its input is empty"
+        fresh = await shell(box, "exit 1", name="new")
+        assert (fresh.exit_code, fresh.shell_restarted) == (1, False)
+        assert (await shell(box, "echo ${V-none}", name="new")).shell_restarted is True
+
+
+@kind()
+async def whatever_a_shell_is_left_as_its_next_command_runs(case: Case) -> None:
+    async with case.sandbox() as box:
+
+        async def left_as(command: str, then: str, *expected: str, code: int = 0) -> ExecResult:
+            await shell(box, command)
+            result = await shell(box, then)
+            assert (result.status, result.exit_code, result.shell_restarted) == (
+                *(ExecStatus.EXITED, code),
+                False,
+            ), (command, result)
+            assert result.stdout.text().split("\n")[:-1] == list(expected), (command, result)
+            return result
+
+        await left_as("unset PATH", "echo ${PATH-none}; PATH=/usr/local/bin:/usr/bin:/bin", "none")
+        await left_as("IFS=,", "x='a,b'; echo $x; unset IFS", "a b")
+        await left_as("declare -r FIXED='a b'", "echo $FIXED; (FIXED=c) 2>/dev/null; echo $?", "a b", "1")
+        await left_as("BIG=$(head -c 1M /dev/zero | tr '\\0' x)", "echo ${#BIG}; unset BIG", str(2**20))
+        raw = "printf -v RAW '\\377\\001\\n\\t\"$`\\\\\\303\\251'"
+        await left_as(raw, 'printf %s "$RAW" | od -An -tx1', " ff 01 0a 09 22 24 60 5c c3 a9")
+        many = "source <(echo 'huge() {'; for i in {1..20000}; do echo \"echo line $i;\"; done; echo '}')"
+        await left_as(many, "huge | tail -n 1; unset -f huge", "line 20000")
+        await left_as("trap 'echo ended' EXIT", "trap -p; trap - EXIT", "trap -- 'echo ended' EXIT")
+        await left_as("trap 'seen=yes' DEBUG", "trap - DEBUG; echo $seen", "yes")
+        await left_as("trap 'echo bad' ERR", "false; trap - ERR", "bad")
+        await left_as("exec >&2 2>/dev/null 0<&-", "echo on", "on")
+        await left_as("echo 'unbalanced", "echo on", "on")
+        await left_as("cat <<END\nno end", "echo on", "on")
+        await left_as("stty -a", "echo on", "on")
+        await left_as("sleep 300 & pid=$!", "kill $pid && echo killed", "killed")
+        await left_as(
+            "eval() { exit 7; }; set() { exit 7; }; exit() { :; }", "unset -f set exit; echo on", "on"
+        )
+        gone = await left_as("mkdir gone; cd gone; rmdir ../gone", 'basename "$PWD"', *(await _workdir(box)))
+        assert b"folder can not be entered" in gone.stderr.head
+        traced = await left_as("set -x", "echo seen; set +x", "seen")
+        assert b"echo seen" in traced.stderr.head
+        assert (await shell(box, "echo on")).stderr.head == b""
+
+
+async def _workdir(box: Sandbox) -> list[str]:
+    return (await sh(box, 'basename "$PWD"')).stdout.text().split()
+
+
+@kind()
+async def a_shell_whose_account_is_not_whole_is_as_it_was_and_says_so(case: Case) -> None:
+    """What the policy does to the descriptor that its shell reports through is its own shell's alone."""
+    spoil = "V=lost; for n in /proc/$BASHPID/fd/*; do n=${n##*/}; (( n > 2 && n < 255 )) &&"
+    async with case.sandbox() as box:
+        await shell(box, "V=kept")
+        await shell(box, "V=other", name="other")
+        for command in (
+            f'{spoil} eval "exec $n>&-"; done; (exit 5)',
+            f"{spoil} printf 'R\\0a\\0\\0forged\\0E\\0' >&$n; done 2>/dev/null; (exit 5)",
+            "V=lost; builtin() { :; }; (exit 5)",
+            "V=lost; HUGE=$(head -c 6M /dev/zero | tr '\\0' x); (exit 5)",
+        ):
+            spoilt = await shell(box, command)
+            assert (spoilt.status, spoilt.shell_restarted) == (ExecStatus.EXITED, False), (command, spoilt)
+            assert spoilt.exit_code in (0, 5), (command, spoilt)
+            again = await shell(box, "echo $V")
+            assert (again.stdout.head, again.shell_restarted) == (b"kept\n", True), (command, again)
+        assert (await shell(box, "echo $V", name="other")).stdout.head == b"other\n"
+        health = await box.probe()
+        assert health.alive
+
+
+@kind()
+async def commands_of_one_shell_are_never_at_once(case: Case) -> None:
+    async with case.sandbox() as box:
+        asked = asyncio.create_task(shell(box, "echo begun >> log; sleep 1; echo ended >> log; V=1"))
+        while not (await sh(box, "cat log 2>/dev/null")).stdout.head:
+            await asyncio.sleep(0.02)
+        second = ExecRequest(exec_id="second", command="echo second >> log", shell="main")
+        with refused(NotRun, match="still runs"):
+            await box.exec(second)
+        assert (await shell(box, "echo elsewhere", name="other")).exit_code == 0
+        assert (await asked).exit_code == 0
+        assert (await box.exec(second)).exit_code == 0
+        assert (await box.exec(second)).exit_code == 0
+        assert await box.read_file("log") == b"begun\nended\nsecond\n"
+        with refused(NotRun, match="shells are in use"):
+            for number in range(100):
+                await shell(box, "true", name=f"n{number}")
+        assert (await shell(box, "echo $V")).stdout.head == b"1\n"
+
+
+@kind()
+async def a_command_of_a_shell_is_accounted_for_like_any_other(case: Case) -> None:
+    async with case.sandbox() as box:
+        await shell(box, "V=kept")
+        begun = time.monotonic()
+        left = await shell(box, "echo first; (sleep 1; echo late; sleep 300) & W=1")
+        assert time.monotonic() - begun < 1.0 + SLACK_S
+        assert (left.exit_code, left.stdout.head) == (0, b"first\n")
+        assert left.leftovers_alive >= 1
+        assert (await shell(box, "echo $V $W")).stdout.head == b"kept 1\n"
+        over = await shell(box, "trap '' TERM; setsid sleep 300 & sleep 300; sleep 300", timeout_s=0.5)
+        assert (over.status, over.kill_verified) == (ExecStatus.TIMEOUT, True)
+        assert over.leftovers_killed >= 2
+        assert (await box.probe()).processes >= 1, "what an earlier command left lives on"
+        assert await box.kill_all() >= 1
+        data = await shell(box, "head -c 5M /dev/zero; seq 200000 >/dev/null")
+        assert (data.stdout.bytes_total, data.stdout.truncated) == (5 * 2**20, True)
+        assert data.cpu_ms > 0
+        assert data.memory_peak_kib
+
+
+@kind(isolated=True, memory=True)
+async def a_shell_outlives_a_child_that_had_no_memory(case: Case) -> None:
+    hog = "python3 -c 'x = bytearray(2**30)'"
+    async with case.sandbox(memory_mib=96) as box:
+        result = await shell(box, f"V=1; {hog}; true")
+        assert (result.status, result.exit_code) == (ExecStatus.OOM, 0)
+        again = await shell(box, "echo $V")
+        assert (again.stdout.head, again.shell_restarted) == (b"1\n", False)
+
+
+@kind(isolated=True)
+async def the_roots_shell_takes_up_nothing_of_the_policys(case: Case) -> None:
+    async with case.sandbox() as box:
+        await shell(box, "V=policy; id() { echo forged; }; cd pkg")
+        root = await shell(box, "echo ${V-none}; id -u", user="root")
+        assert root.stdout.head.startswith(b"none\n")
+        assert b"forged" not in root.stdout.head
 
 
 # ---------------------------------------------------------------------------- output

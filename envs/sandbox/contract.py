@@ -6,6 +6,15 @@ contract: one-shot `bash -lc`, stdin `/dev/null` unless given, no TTY; the clock
 starts inside; a timeout sends TERM to the group, waits 2 s, kills the whole tree (a `setsid` child too),
 verifies that it is empty, then answers; output is bytes (head and tail kept, counted beyond); the same
 `exec_id` never runs twice.
+
+A named shell is one that commands share, one after the other: its folder, variables (exported or not, with
+their attributes), functions, aliases, umask, `set` and `shopt` options, traps, positional parameters, `$?`
+and `OLDPWD` are after a command as they were at its end, as in one bash. Between commands it is no process,
+so nothing can hang in it, and every other promise holds for each of its commands as for one alone. Not
+carried: descriptors that `exec` opened, `ulimit`, the job table (background processes live on; signal them by
+a pid kept in a variable), `$!` and `$$`, what is hashed. A command that ended the shell itself (`exit`,
+`exec`, a signal, `set -e`), ran out of time, or left no whole account of it, leaves it as it was before; the
+next one gets a shell started again, without options of `set` and traps, and its result says so.
 """
 
 from __future__ import annotations
@@ -41,6 +50,11 @@ class Expired(ValueError):
     """A command has run, and its result is no longer kept. It will not run again."""
 
 
+class NotRun(ValueError):
+    """The named shell can not be had now: it still runs a command, or there are too many. Nothing was run,
+    and the `exec_id` is not used up."""
+
+
 Isolation = Literal["namespaces", "docker", "kubernetes", "none"]
 
 
@@ -60,6 +74,9 @@ class ExecRequest:
     """`root` is the sandbox's own root, for set-up and grading; never the host's."""
     follow: bool = False
     """Keep its output from the first byte, so that it can be read while it runs (`Following`)."""
+    shell: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = None
+    """Run `command` in the shell of this name; None: in one of its own. Its first command begins in `cwd`
+    with `env`; with a later one they are as if it began with `cd` and `export`. Users share none."""
     report_fd: bool = False
     """Give the command an extra pipe as fd 3, returned as `ExecResult.report`: a channel apart from its
     output."""
@@ -69,12 +86,14 @@ class ExecRequest:
             raise ValueError("exactly one of command and argv")
         if self.argv is not None and not self.argv:
             raise ValueError("argv is empty: it must at least name a program")
+        if self.shell is not None and self.command is None:
+            raise ValueError("a shell takes a command, not argv")
 
     def digest(self) -> str:
         """sha256 of all that is asked: two requests under one `exec_id` are the same one when it is equal."""
         stdin = None if self.stdin is None else hashlib.sha256(self.stdin).hexdigest()
         asked = (self.command, self.argv, self.cwd, sorted(self.env.items()), stdin, self.timeout_s)
-        how = (self.user, self.follow, self.report_fd)
+        how = (self.user, self.follow, self.report_fd, *(() if self.shell is None else (self.shell,)))
         return hashlib.sha256(json.dumps([asked, how]).encode()).hexdigest()
 
 
@@ -122,6 +141,8 @@ class ExecResult:
     leftovers_killed: int = 0
     leftovers_alive: int = 0
     """Processes that the command left running when it exited by itself."""
+    shell_restarted: bool = False
+    """The shell had ended with the command before, and was started again for this one."""
     reason: Literal["output_limit", "cancelled", "kill_all", "orphaned", "supervisor_died"] | None = None
     """Why it was killed or is unknown; None for everything else."""
     kill_verified: bool | None = None
@@ -186,7 +207,8 @@ class Sandbox(Protocol):
 
     async def exec(self, request: ExecRequest) -> ExecResult:
         """Run one command. The same `exec_id` again returns the first result without running it. Raises
-        `Expired` when that is no longer kept, ValueError for what no system takes (a NUL byte)."""
+        `Expired` when that is no longer kept, `NotRun` when its shell can not be had, ValueError for what no
+        system takes (a NUL byte)."""
         ...
 
     async def read_file(self, path: str, *, max_bytes: int = 16 * 1024 * 1024) -> bytes:

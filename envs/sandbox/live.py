@@ -29,6 +29,7 @@ from envs.sandbox.contract import (
     FilePart,
     Health,
     NotRegular,
+    NotRun,
     SandboxInfo,
     StreamCapture,
 )
@@ -114,6 +115,7 @@ class LiveSandbox:
             "report_fd": request.report_fd,
             "follow": request.follow,
             "has_stdin": request.stdin is not None,
+            "shell": request.shell,
             "cwd": None if request.cwd is None else self._paths.inside(request.cwd),
         }
         if request.command is not None:
@@ -174,6 +176,7 @@ class LiveSandbox:
             wall_ms=answer["wall_ms"],
             leftovers_killed=answer["leftovers_killed"],
             leftovers_alive=answer["leftovers_alive"],
+            shell_restarted=answer.get("shell_restarted", False),  # said of a named shell only
             kill_verified=answer["kill_verified"],
             reason=answer["reason"],
         )
@@ -332,6 +335,8 @@ def _local_error(problem: dict[str, Any], sandbox: str, phase: str) -> Exception
         return NotRegular(message)
     if kind == "expired":
         return Expired(message)
+    if kind == "not_run":
+        return NotRun(message)
     if kind in ("too_large", "bad_request"):
         return ValueError(message)
     if kind == "os" and phase != "exec":

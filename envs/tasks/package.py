@@ -31,10 +31,10 @@ from envs import tools
 from envs.graders import registry as graders
 
 SCHEMA_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
-DEFAULT_TOOLS = ("bash", "read_file", "replace_in_file", "run_tests", "submit")
 CLOCK_SINCE_S, CLOCK_BEFORE_S = 315_532_800.0, 2_145_916_800.0
 """A task's clock stands between 1980 (archives know no earlier time) and 2038 (32-bit programs know no
 later)."""
+DEFAULT_TOOLS = ("bash", "read_file", "replace_in_file", "run_tests", "submit")
 
 _OURS = MappingProxyType(
     {
@@ -52,12 +52,14 @@ _OURS = MappingProxyType(
         "max_context": int,
         "exec_timeout_s": (int, float),
         "observation_bytes": int,
-    }
         "shell": str,
         "clock": (str, datetime),
+    }
 )
 """Keys of `[metadata.agentrl]` that mean something here, with their TOML type. Others are kept as
 metadata."""
+_SHELLS = ("one-shot", "persistent")
+"""Where the commands of the `bash` tool run: each in a shell of its own, or in one after the other."""
 _TABLES = ("graders",)
 """Keys of it that hold tables."""
 _LIMIT_KEYS = ("max_turns", "max_tokens", "max_context", "exec_timeout_s", "observation_bytes")
@@ -212,11 +214,15 @@ def load_task(path: str | Path) -> Task:
         )
         if not any(name in table.values for name in there)
     ]
+    clock = _clock(ours, known["clock"])
     limits = {key: known[key] for key in _LIMIT_KEYS if known[key] is not None}
     metadata = {key: value for key, value in document.get("metadata", {}).items() if key != "agentrl"}
     metadata |= {key: value for key, value in ours.values.items() if key not in (*_OURS, *_TABLES)}
-    clock = _clock(ours, known["clock"])
     metadata |= {"defaults": defaults}
+    if known["shell"] not in (None, *_SHELLS):
+        raise ours.error("shell", f"unknown kind '{known['shell']}'", nearest(known["shell"], _SHELLS))
+    if known["shell"] == "persistent":
+        metadata |= {"shell": known["shell"]}
     if known["visible_tests"]:
         metadata |= {"visible_tests": known["visible_tests"]}
     if verifier.get("environment_mode", str, "separate") == "shared":
@@ -233,6 +239,7 @@ def load_task(path: str | Path) -> Task:
             limits=Limits(
                 wall_s=float(root.child("agent").get("timeout_sec", (int, float), 1800.0)), **limits
             ),
+            clock=clock,
             split=Split(known["split"] or Split.TRAIN),
             difficulty=known["difficulty"],
             metadata=metadata,
@@ -240,19 +247,11 @@ def load_task(path: str | Path) -> Task:
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-            clock=clock,
         raise _error(file, where, first["msg"], "Correct that value.") from error
     except OverflowError as error:
         raise _error(file, "number", str(error), "Use a number that a machine can hold.") from error
     except ValueError as error:
         raise ours.error("split", str(error), f"Known: {', '.join(Split)}.") from error
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise _error(file, "encoding", str(error), "Write it as UTF-8.") from error
 
 
 def _clock(ours: _Table, value: str | datetime | None) -> datetime | None:
@@ -270,6 +269,13 @@ def _clock(ours: _Table, value: str | datetime | None) -> datetime | None:
     if not CLOCK_SINCE_S <= seconds < CLOCK_BEFORE_S:
         raise ours.error("clock", f"'{value}' is too far away", "Name a time from 1980 to 2037.")
     return found.astimezone(UTC)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _error(file, "encoding", str(error), "Write it as UTF-8.") from error
 
 
 def _sandbox(folder: Path, environment: _Table, pids: int | None) -> SandboxSpec:

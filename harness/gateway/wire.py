@@ -219,7 +219,7 @@ class ToolRequest(_Wire):
 class ExecBody(_Wire):
     """One command: `command` under `bash -lc`, or `argv`. The same `exec_id` never runs twice."""
 
-    model_config = _example(exec_id="list", command="ls -l", timeout_s=10.0)
+    model_config = _example(exec_id="list", command="ls -l", timeout_s=10.0, shell="main")
 
     exec_id: ExecId
     command: Annotated[Plain, Field(min_length=1, max_length=COMMAND_CHARS)] | None = None
@@ -228,6 +228,10 @@ class ExecBody(_Wire):
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Plain] = Field(default_factory=dict)
     stdin_base64: str | None = None
     timeout_s: Annotated[float, Field(gt=0, le=MAX_EXEC_S)] = 60.0
+    shell: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
+    """Commands under one name share a shell: its folder, variables, functions and options. Null: this command
+    has a shell of its own. A shell that a command ended (`exit`, a time limit) is started again for the next
+    one as it was before that command; `shell_restarted` says so."""
     follow: bool = False
     """Its output is to be read while it runs: `GET …/exec/{exec_id}/output`."""
 
@@ -235,6 +239,8 @@ class ExecBody(_Wire):
     def _one_of_two(self) -> ExecBody:
         if (self.command is None) == (self.argv is None):
             raise ValueError("exactly one of command and argv")
+        if self.shell is not None and self.command is None:
+            raise ValueError("a shell takes a command, not argv")
         if self.stdin_base64 is not None:
             base64.b64decode(self.stdin_base64, validate=True)
         return self
@@ -250,6 +256,7 @@ class ExecBody(_Wire):
             stdin=None if self.stdin_base64 is None else base64.b64decode(self.stdin_base64),
             timeout_s=self.timeout_s,
             follow=self.follow,
+            shell=None if self.shell is None else f"x.{self.shell}",
         )
 
 
@@ -321,6 +328,8 @@ class ExecView(_Wire):
     queue_ms: float
     """Waiting for a run permit; not part of `wall_ms`, never charged to `timeout_s`."""
     leftovers_killed: int
+    shell_restarted: bool = False
+    """The shell that was named had ended, and was started again for this command."""
     reason: str | None
 
     @staticmethod
@@ -338,6 +347,7 @@ class ExecView(_Wire):
             wall_ms=result.wall_ms,
             queue_ms=result.queue_ms + queue_ms,
             leftovers_killed=result.leftovers_killed,
+            shell_restarted=result.shell_restarted,
             reason=result.reason,
         )
 

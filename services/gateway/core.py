@@ -51,7 +51,7 @@ from agentrl.types import (
 )
 from envs import grading
 from envs.admission import admit
-from envs.evidence import Admission, fault_of
+from envs.evidence import ADMISSION_FRESH_S, Admission, fault_of
 from envs.sandbox.adoption import Adopting
 from envs.sandbox.contract import (
     Backend,
@@ -61,6 +61,7 @@ from envs.sandbox.contract import (
     Foreseeing,
     Isolation,
     Mount,
+    NotRun,
     Sandbox,
     Short,
 )
@@ -103,8 +104,6 @@ FOLLOW_PAUSE_S = 0.05
 """Between two looks at a command that has said nothing new."""
 KEPT_RESULTS = 32
 """Results of a session that can be asked for again; an older one is forgotten, but never run twice."""
-ADMISSION_FRESH_S = 30 * 86_400.0
-"""A task is validated again after this: what passed once may depend on a date."""
 KEPT_ENDED = 2048
 """Ended sessions kept in memory; older ones are read from the store."""
 TENANTS_FRESH_S = 5.0
@@ -1209,6 +1208,13 @@ class Gateway:
                 result: ExecResult = await session.exec(body.request(live.id))
             except Expired as error:
                 raise _forgotten() from error
+            except NotRun as error:
+                raise Refused(
+                    409,
+                    "shell_refused",
+                    f"Nothing was run: {error}.",
+                    fix="Send it under a new exec_id, in a shell that there is or in none.",
+                ) from error
             self.limiters.ran(began, status=result.status, own_ms=result.wall_ms + result.queue_ms)
             return wire.ExecView.of(result, exec_id=body.exec_id, queue_ms=queue_ms)
 

@@ -102,6 +102,7 @@ def test_known_schema_versions_load(tmp_path: Path, version: str) -> None:
         ("cpus = 2", "cpus = -2", "cpus", "greater than 0"),
         ("pids_limit = 9", "pids_limit = true", "metadata.agentrl.pids_limit", "int"),
         ('split = "heldout"', 'split = "test"', "metadata.agentrl.split", "heldout"),
+        ("max_turns = 3", 'shell = "persistant"', "metadata.agentrl.shell", "persistent"),
         ('["bash", "submit"]', '["bsh"]', "metadata.agentrl.tools", "'bash'"),
         ('["bash", "submit"]', "[1]", "metadata.agentrl.tools", "list of strings"),
         (

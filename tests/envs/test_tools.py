@@ -222,6 +222,27 @@ def test_a_command_that_fails_or_times_out_says_so(tmp_path: Path) -> None:
     assert seen[3].text == "alive\n"
 
 
+def test_commands_share_a_shell_where_the_task_asks_for_one_and_a_new_one_says_so(tmp_path: Path) -> None:
+    moved, stopped = {"command": "cd tests && WORD=kept"}, {"command": "WORD=lost; exit 3"}
+    look = {"command": 'echo "${WORD-none} $(basename "$PWD")"'}
+    alike = [("bash", moved), ("bash", look), ("bash", stopped), ("bash", look), ("bash", look)]
+    shared = small_task(tmp_path / "shared", shell="persistent", exec_timeout_s=20)
+    note = tools.SHELL_RESTARTED
+    texts = [seen.text for seen in act(shared, *alike)]
+    assert texts == ["", "kept tests\n", "[exit code 3]", f"kept tests\n{note}", "kept tests\n"]
+    alone = small_task(tmp_path / "alone", shell="one-shot", exec_timeout_s=20)
+    first, then, *_ = (seen.text for seen in act(alone, *alike[:2]))
+    assert (first, then) == ("", "none work\n")
+
+
+def test_a_model_is_told_that_commands_share_a_shell_only_where_they_do() -> None:
+    apart, shared = (tool_schemas(["bash", "submit"], persistent_shell=each) for each in (False, True))
+    assert shared[1] == apart[1]
+    assert "share one shell" in shared[0]["function"]["description"]
+    assert "share" not in apart[0]["function"]["description"]
+    assert shared[0]["function"]["parameters"] == apart[0]["function"]["parameters"]
+
+
 def test_a_marker_in_the_output_submits_nothing(task: Task) -> None:
     """Submitting is a tool call (ENV-08): no text of a command can be mistaken for it."""
     seen = act(

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.sandbox import agent
+from envs.sandbox.contract import ExecRequest
 from envs.sandbox.interpreter import base_python
 
 DEADLINE_S = 20.0
@@ -298,3 +299,23 @@ def test_requests_that_make_no_sense_are_refused_and_the_agent_goes_on(listening
     run(client, "a", "echo on")  # none of them has used up the id
     assert client.receive()[1] == b"on\n"
     client.close()
+
+
+def test_a_request_without_a_shell_is_the_one_that_it_was() -> None:
+    """Digests of requests outlive the version of this program that made them."""
+    plain = ExecRequest(exec_id="e", command="true")
+    assert plain.digest() == "641226017eb9baa36aa06ad36f395f2f8193b0809612634ed489d5d997b5769a"
+    dressed = ExecRequest(
+        exec_id="e",
+        argv=("ls", "-l"),
+        cwd="pkg",
+        env={"B": "2", "A": "1"},
+        stdin=b"x",
+        timeout_s=5,
+        user="root",
+        follow=True,
+        report_fd=True,
+    )
+    assert dressed.digest() == "548888157d0be5c0581d67a72334763d74df87d068b660ebb7b9e1a4e9e769de"
+    named = [ExecRequest(exec_id="e", command="true", shell=name).digest() for name in ("a", "b")]
+    assert len({plain.digest(), *named}) == 3

@@ -25,7 +25,9 @@ from envs.sandbox.contract import (
     SandboxInfo,
     StreamCapture,
 )
+from envs.sandbox.plain import PlainBackend
 from envs.tasks import package
+from harness.gateway import client as calls
 from harness.gateway.client import AsyncClient
 from services.gateway.app import create_app
 from services.gateway.core import Gateway, Settings
@@ -307,3 +309,26 @@ async def world(
         for client in clients.values():
             await client.close()
         await gateway.stop()
+
+
+@asynccontextmanager
+async def on_processes(store: Store, task: Task, folder: Path) -> AsyncIterator[tuple[World, str]]:
+    """A gateway over processes of this machine, and a ready session."""
+    record = Admission(
+        task_id=task.id,
+        revision=task.revision,
+        image_digest=IMAGE,
+        backend="plain",
+        valid=True,
+        mode="light",
+        repeats=1,
+        runtime_s=0.1,
+        admitted_at=1.0,
+    )
+    store.add_admission(task.id, task.revision, valid=True, facts=to_dict(record))
+    async with world(store, [task], backend=PlainBackend(folder / "state")) as here:  # type: ignore[arg-type]
+        view = await here.ada.send(calls.open_session(client_key="k", task_id=task.id))
+        while view.waiting:
+            view = await here.ada.send(calls.session(view.id, wait_s=5))
+        assert view.state == "ready", view.fault
+        yield here, view.id

@@ -5,45 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import resource
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
-from gateway_given import IMAGE, TOKENS, URL, World, until, world
+from gateway_given import TOKENS, URL, World, on_processes, until
 
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.store import Store
-from agentrl.types import Task, to_dict
-from envs.evidence import Admission
-from envs.sandbox.plain import PlainBackend
+from agentrl.types import Task
 from harness.gateway import client as calls
 from harness.gateway import wire
-
-
-@asynccontextmanager
-async def on_processes(store: Store, task: Task, folder: Path) -> AsyncIterator[tuple[World, str]]:
-    """A gateway over processes of this machine, and a ready session."""
-    record = Admission(
-        task_id=task.id,
-        revision=task.revision,
-        image_digest=IMAGE,
-        backend="plain",
-        valid=True,
-        mode="light",
-        repeats=1,
-        runtime_s=0.1,
-        admitted_at=1.0,
-    )
-    store.add_admission(task.id, task.revision, valid=True, facts=to_dict(record))
-    async with world(store, [task], backend=PlainBackend(folder / "state")) as here:  # type: ignore[arg-type]
-        view = await here.ada.send(calls.open_session(client_key="k", task_id=task.id))
-        while view.waiting:
-            view = await here.ada.send(calls.session(view.id, wait_s=5))
-        assert view.state == "ready", view.fault
-        yield here, view.id
 
 
 def body(command: str, exec_id: str = "e") -> wire.ExecBody:
