@@ -123,6 +123,12 @@ take up what the shell carried, say `R`, run the command, report, end as the com
 bash's own account of itself, and only a bash of the same user ever reads it. An option that a command sets
 must not end the report (`|| :`), and no alias can change it (it is parsed before the first one is there)."""
 
+_DEAF_TO = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
+)
+"""Signals that do not end a supervisor: where it is the policy's user too, `pkill python` means others."""
+
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 24, 36, 38
 _FIONREAD = 0x541B
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -174,7 +180,8 @@ class Settings:
 
     def command_env(self, extra: dict[str, str]) -> dict[str, str]:
         env = dict(BASE_ENV)
-        env.update(PATH=self.path, HOME=self.home)
+        user = "policy" if os.getuid() else "root"  # Nobody may have told the image of this user.
+        env.update(PATH=self.path, HOME=self.home, USER=user, LOGNAME=user)
         env.update(self.env)
         env.update(extra)
         return env
@@ -560,6 +567,8 @@ class _Supervisor:
 
     def run(self) -> None:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        for number in _DEAF_TO:
+            signal.signal(number, signal.SIG_IGN)
         wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
@@ -844,14 +853,7 @@ def _become_command(
     """In the forked child: take the descriptors, drop everything that a command must not have, exec."""
     os.setsid()
     signal.set_wakeup_fd(-1)
-    for number in (
-        signal.SIGPIPE,
-        signal.SIGXFSZ,
-        signal.SIGCHLD,
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-    ):
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, *_DEAF_TO):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     high = {target: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for target, fd in ends.items()}
@@ -996,6 +998,7 @@ def _is_there(path: str, size: int, mode: int, sha256: str, owner: int) -> bool:
 def apply_changes(workdir: str, changes: list[Header], body: bytes, uid: int, gid: int) -> Header:
     """Lay changes (path, kind, mode, size) over the workdir, never through a symlink; contents in order."""
     at = 0
+    closed: list[tuple[list[str], int]] = []
     for change in changes:
         parts = change["path"].split("/")
         if not all(parts) or "." in parts or ".." in parts or "\0" in change["path"]:
@@ -1025,7 +1028,23 @@ def apply_changes(workdir: str, changes: list[Header], body: bytes, uid: int, gi
                 os.close(folder)
                 folder = below
             else:
-                _apply_one(folder, parts[-1], kind, int(change.get("mode", 0o644)), content, uid, gid)
+                mode = int(change.get("mode", 0o644))
+                if (
+                    kind == "dir" and mode & 0o700 != 0o700
+                ):  # Not before all is in it, where we are its owner.
+                    closed.append((parts, mode))
+                    mode |= 0o700
+                _apply_one(folder, parts[-1], kind, mode, content, uid, gid)
+        finally:
+            os.close(folder)
+    for parts, mode in reversed(closed):
+        folder = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for part in parts:
+                below = _open_folder(part, folder)
+                os.close(folder)
+                folder = below
+            os.fchmod(folder, mode)
         finally:
             os.close(folder)
     return {"applied": len(changes)}

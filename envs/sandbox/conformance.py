@@ -230,7 +230,7 @@ async def the_environment_is_fixed_and_holds_nothing_of_the_host(case: Case) -> 
         assert {"TERM", "NO_COLOR", "PAGER", "GIT_PAGER", "TQDM_DISABLE", "PIP_PROGRESS_BAR", "MINE"} <= names
         assert names <= {
             *("TERM", "NO_COLOR", "PAGER", "GIT_PAGER", "TQDM_DISABLE", "PIP_PROGRESS_BAR", "MINE"),
-            *("PATH", "HOME", "LANG", "PWD", "OLDPWD", "SHLVL", "_"),
+            *("PATH", "HOME", "USER", "LOGNAME", "LANG", "PWD", "OLDPWD", "SHLVL", "_"),
         }
         if case.backend.isolation != "none":
             assert SECRET not in result.stdout.text()

@@ -8,6 +8,7 @@ owners, times and extended attributes.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from typing import Callable, NamedTuple  # noqa: UP035  (evaluated at run time, also by 3.8)
@@ -16,6 +17,9 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 MAX_TOTAL_BYTES = 64 * 1024 * 1024
 MAX_CHANGES = 20_000
 MAX_DEPTH = 64
+LOOKS = 3
+"""How often a name is looked at that a living process changes meanwhile; then it is left out."""
+_MOVED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO})
 _OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -74,24 +78,32 @@ class _Walk:
                 if _encodable(name):
                     self._add(Change(prefix + name, "deleted"))
         for name in names:
-            path = prefix + name
-            try:
-                now = os.stat(name, dir_fd=upper, follow_symlinks=False)
-            except FileNotFoundError:
-                continue  # A process still lives there and removed it meanwhile.
-            before = _stat(name, lower)
-            if stat.S_ISDIR(now.st_mode):
-                self._subfolder(upper, lower, name, path, now, before, depth, whole)
-            elif stat.S_ISREG(now.st_mode):
-                self._file(upper, lower, name, path, now, before)
-            elif stat.S_ISLNK(now.st_mode):
-                target = os.fsencode(os.readlink(name, dir_fd=upper))
-                same = before is not None and stat.S_ISLNK(before.st_mode)
-                if not same or os.fsencode(os.readlink(name, dir_fd=lower)) != target:
-                    self._add(Change(path, "symlink", 0o777, target))
-            elif before is not None:
-                # A whiteout (character device 0:0), or a special file in place of something: it is gone.
-                self._add(Change(path, "deleted"))
+            for _ in range(LOOKS):
+                try:
+                    self._one(upper, lower, name, prefix + name, depth, whole)
+                except OSError as error:
+                    if error.errno in _MOVED:
+                        continue  # A process still lives there and put something else in its place.
+                    raise
+                break
+
+    def _one(self, upper: int, lower: int | None, name: str, path: str, depth: int, whole: bool) -> None:
+        """What became of one name. Tells nothing before everything is known that another process could
+        change."""
+        now = os.stat(name, dir_fd=upper, follow_symlinks=False)
+        before = _stat(name, lower)
+        if stat.S_ISDIR(now.st_mode):
+            self._subfolder(upper, lower, name, path, now, before, depth, whole)
+        elif stat.S_ISREG(now.st_mode):
+            self._file(upper, lower, name, path, now, before)
+        elif stat.S_ISLNK(now.st_mode):
+            target = os.fsencode(os.readlink(name, dir_fd=upper))
+            same = before is not None and stat.S_ISLNK(before.st_mode)
+            if not same or os.fsencode(os.readlink(name, dir_fd=lower)) != target:
+                self._add(Change(path, "symlink", 0o777, target))
+        elif before is not None:
+            # A whiteout (character device 0:0), or a special file in place of something: it is gone.
+            self._add(Change(path, "deleted"))
 
     def _subfolder(
         self,
@@ -106,10 +118,10 @@ class _Walk:
     ) -> None:
         there = before is not None and stat.S_ISDIR(before.st_mode)
         mode = stat.S_IMODE(now.st_mode) & 0o777
-        if not there or (before is not None and mode != stat.S_IMODE(before.st_mode) & 0o777):
-            self._add(Change(path, "dir", mode))
         inner = _open(name, upper, now.st_mode, _FOLDER)
         try:
+            if not there or (before is not None and mode != stat.S_IMODE(before.st_mode) & 0o777):
+                self._add(Change(path, "dir", mode))
             below = os.open(name, _FOLDER, dir_fd=lower) if there else None
             try:
                 self._folder(inner, below, path + "/", depth + 1, whole or _opaque(inner))
@@ -179,6 +191,8 @@ def _open(name: str, folder: int, mode: int, flags: int) -> int:
 def _read(name: str, folder: int, mode: int) -> bytes:
     fd = _open(name, folder, mode, _FILE)
     with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file any more")
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
         raise TooLarge(f"{name} grew beyond {MAX_FILE_BYTES} bytes while it was read.")
