@@ -42,6 +42,7 @@ ANSWER_GRACE_S = 120.0
 """How much later than its own time limit a command may answer (queue, kill, transport) before it is given
 up."""
 ADMISSION_FRESH_S = 30 * 86_400.0
+"""A task is validated again after this."""
 HANDED_OUT = "handed_out"
 """Key of the note that holds the first probe."""
 CLOCK = "clock"

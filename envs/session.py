@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import posixpath
 import re
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from agentrl.errors import BoundaryError, SandboxError, SandboxLost, nearest
+from agentrl.errors import BoundaryError, SandboxError, SandboxLost, TaskError, nearest
 from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict, from_json, storable, to_json
 from envs import grading, tools
 from envs.clock import Clock
@@ -38,8 +39,8 @@ from envs.sandbox.contract import (
     Mount,
 )
 from envs.sandbox.diff import DiffTooLarge
-from envs.sandbox.images import workspace
-from envs.sandbox.oci import located
+from envs.sandbox.images import checked_name, is_name, workspace
+from envs.sandbox.oci import located, reference
 from envs.sandbox.pressure import QUEUE_DEADLINE_S
 
 CREATE_DEADLINE_S = 120.0
@@ -569,9 +570,26 @@ def _searches_history(command: str) -> bool:
 
 def image_of(task: Task) -> str:
     """What a backend is asked to prepare for a task: its `environment/` folder, or the image that it names.
-    Raises `TaskError`."""
+
+    Raises `TaskError`, for files outside of the package too: whoever wrote it would choose what of this
+    machine its sandboxes show. Whoever runs tasks names theirs elsewhere (`AGENTRL_DOCKER_BASE` and such).
+    """
     image = located(task.sandbox.image, Path(task.path))
-    return str(Path(task.path) / "environment") if image.startswith("dir:") else image
+    if image.startswith("dir:"):
+        image = str(Path(task.path) / "environment")
+    found = reference(image)
+    if found is None and is_name(image):
+        return checked_name(image)
+    package = os.path.realpath(task.path)
+    place = os.path.realpath(image if found is None else found.path)
+    if os.path.commonpath((package, place)) != package:
+        raise TaskError(
+            f"The image {task.sandbox.image!r:.200} of task {task.id} is files outside of its package.",
+            fix="Put them into the package's environment/, or name an image of a registry.",
+            code="bad_image",
+            phase="prepare",
+        )
+    return image
 
 
 async def prepare(task: Task, backend: Backend) -> str:

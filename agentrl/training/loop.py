@@ -391,17 +391,23 @@ class _Run:
         require_all(statuses)
 
     async def _admit(self, tasks: Sequence[Task], backend: Backend) -> dict[str, Admission]:
-        """Admissions of all tasks: from the store where this revision was validated, else made now."""
+        """Admissions of all tasks: from the store where this revision was validated in the last month, else
+        made now."""
         mode = self.config.tasks.admission
         limit = asyncio.Semaphore(ADMISSIONS_AT_ONCE)
         self.listener.begin("tasks", total=len(tasks), unit="tasks")
-        quarantined = 0
+        quarantined = old = 0
 
         async def one(task: Task) -> Admission:
-            nonlocal quarantined
+            nonlocal quarantined, old
             row = await asyncio.to_thread(self.store.admission, task.id, task.revision)
+            stored: Admission | None = None
             if row is not None and row.facts.get("backend") == backend.name:
-                admission = Admission(**row.facts)
+                stored = Admission(**row.facts)
+            aged = stored is not None and stored.old(time.time())
+            if stored is not None and (mode == "stored" or not aged):
+                admission = stored
+                old += aged
             elif mode == "stored":
                 raise ConfigError(
                     f"Task {task.id} was never validated.",
@@ -423,6 +429,11 @@ class _Run:
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from several
         self.listener.end(quarantined=quarantined)
+        if old:
+            self.listener.note(
+                f"{old} tasks were validated more than a month ago, and what passed then may depend on a"
+                " date: run agentrl tasks validate --store again, or set tasks.admission to light."
+            )
         return {task.id: each.result() for task, each in zip(tasks, made, strict=True)}
 
     def _keep_admission(self, task: Task, admission: Admission) -> None:

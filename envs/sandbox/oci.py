@@ -2,7 +2,8 @@
 
 A task names one as skopeo and podman do: `oci:FOLDER[:TAG]` (an OCI image layout), `oci-archive:FILE[:TAG]`
 (the same as a tar), `docker-archive:FILE[:NAME]` (what `docker save` writes, also gzipped); a relative path
-is one of the task package. An `environment/` folder that holds `oci-layout` or `image.tar` is an image too.
+is one of the task package, and it lies in there (`envs.session.image_of` refuses others). An
+`environment/` folder that holds `oci-layout` or `image.tar` is an image too.
 
 Invariants: every blob has the sha256 that names it before it is parsed, and every layer that of the image's
 configuration before the tree is used; the tree is named by the digest of that configuration, which is the
@@ -38,6 +39,7 @@ from agentrl.errors import SandboxError, TaskError
 from envs.sandbox.images import require_room
 from envs.sandbox.layers import MAX_BYTES, Tree, bad_image
 from envs.sandbox.scoped import inside
+from envs.sandbox.shelf import remove_tree
 from envs.sandbox.tars import HEADER_BYTES, OF_THE_MACHINE, UNREADABLE, Forwards
 
 KINDS = ("oci", "oci-archive", "docker-archive")
@@ -555,6 +557,11 @@ class OciImages:
         async with self._locks.setdefault(str(wanted), asyncio.Lock()):
             return await asyncio.to_thread(self._prepare, wanted)
 
+    async def has(self, wanted: Reference) -> bool:
+        """Whether `prepare` would find it. Raises as `opened`."""
+        digest = await asyncio.to_thread(identity, wanted, self._root)
+        return self._path(digest).is_dir()
+
     def _prepare(self, wanted: Reference) -> str:
         try:
             with opened(wanted, self._root) as image:
@@ -647,13 +654,13 @@ class OciImages:
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > FRESH_S:
                     with _held(left):
-                        _discard(left)
+                        remove_tree(left)
         building = Path(tempfile.mkdtemp(prefix=".oci-", dir=self._root))
         try:
             with _held(building):
                 yield building
         finally:
-            _discard(building)
+            remove_tree(building)
 
 
 @contextlib.contextmanager
@@ -675,16 +682,6 @@ def _give(made: Path, target: Path) -> None:
     except OSError:
         if not target.is_dir():  # Else someone else was faster with the same content.
             raise
-
-
-def _discard(folder: Path) -> None:
-    """Remove a folder whatever its modes; what can not be removed stays."""
-    for root, folders, _ in os.walk(folder):
-        for name in folders:
-            with contextlib.suppress(OSError):
-                if not os.path.islink(os.path.join(root, name)):
-                    os.chmod(os.path.join(root, name), 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _require_places(what: str, tree: Path, places: tuple[str, ...]) -> None:

@@ -67,7 +67,7 @@ from envs.sandbox.contract import (
 )
 from envs.sandbox.diff import DiffTooLarge
 from envs.sandbox.warm import PoolState, Warming
-from envs.session import Session, prepare
+from envs.session import Session, image_of, prepare
 from envs.tasks import archive
 from envs.tasks.package import load_task
 from harness.gateway import wire
@@ -632,14 +632,11 @@ class Gateway:
                 retryable=True,
                 retry_after_s=10.0,
             ) from error
-        if await asyncio.to_thread(_reaches_out, task):
+        try:
+            await asyncio.to_thread(image_of, task)
+        except TaskError as error:
             await asyncio.to_thread(shutil.rmtree, task.path, True)
-            raise Refused(
-                422,
-                "bad_image",
-                f"The image {task.sandbox.image!r:.200} is a path on the gateway's machine.",
-                fix="Name an image of a registry, or put its files into the package's environment/.",
-            )
+            raise Refused(422, error.code, error.message, fix=error.fix or "Correct the package.") from error
         known = self.tasks.setdefault(task.id, task)
         if known.revision != task.revision:
             await asyncio.to_thread(shutil.rmtree, task.path, True)
@@ -1783,10 +1780,8 @@ def _uploaded(folder: Path) -> list[Task]:
     for file in sorted(folder.glob("*/task.toml"), key=lambda file: file.stat().st_mtime):
         try:
             task = load_task(file.parent)
-            if _reaches_out(task):
-                log.error("an uploaded package is left out: its image is %s", task.sandbox.image)
-            else:
-                found.append(task)
+            image_of(task)
+            found.append(task)
         except (TaskError, OSError) as error:
             log.error("an uploaded package is left out: %s", error)
     return found
@@ -1839,14 +1834,6 @@ def _ration_view(ration: Ration, tenant: str) -> wire.RationView:
         waiting_total=ration.waiting(),
         paused=ration.paused,
     )
-
-
-def _reaches_out(task: Task) -> bool:
-    """Whether a tenant's package names, as its image, files of this machine that it did not bring: a sandbox
-    would show them."""
-    image = task.sandbox.image
-    parts = [] if image.startswith("dir:") else image.split(":")
-    return any(part.startswith("/") or ".." in part.split("/") for part in parts) or Path(image).is_dir()
 
 
 async def _over(tasks: set[asyncio.Future[Any]], deadline_s: float, what: str) -> None:

@@ -13,6 +13,7 @@ import stat
 import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from envs.sandbox.kubernetes_images import KubernetesImages
 from envs.sandbox.local import LocalBackend
 from envs.sandbox.oci import OciImages
 from envs.sandbox.plain import PlainBackend
-from envs.session import prepare
+from envs.session import image_of, prepare
 from envs.tasks import archive, package
 
 pytestmark = pytest.mark.sandbox
@@ -134,10 +135,10 @@ def test_layers_that_docker_save_linked_are_read_once_each(tmp_path: Path) -> No
 
 
 def test_a_relative_path_is_the_task_packages(tmp_path: Path) -> None:
-    layout(tmp_path / "image", SMALL)
-    folder = a_task(tmp_path / "task", "oci:../image")
+    folder = a_task(tmp_path / "task", "oci:images/../image")
+    layout(folder / "image", SMALL)
     task = package.load_task(folder)
-    assert oci.located(task.sandbox.image, Path(task.path)) == f"oci:{tmp_path / 'image'}"
+    assert oci.located(task.sandbox.image, Path(task.path)) == f"oci:{folder / 'image'}"
     for other in ("debian:12", "dir:abc", "ghcr.io/oci:1"):
         assert oci.located(other, tmp_path) == other
 
@@ -163,6 +164,55 @@ def a_task(folder: Path, image: str) -> Path:
         tests={"test.sh": "#!/bin/bash\n"},
         solution="#!/bin/bash\n",
     )
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "oci:../image",
+        "oci:{secret}",
+        "docker-archive:{secret}/image.tar",
+        "oci-archive:link/image.tar",
+        "{secret}",
+        "secret",
+        "./secret",
+        "../secret",
+        "dir:",
+    ],
+)
+def test_a_package_names_no_files_outside_of_itself_whoever_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    docker_saved(secret / "image.tar", SMALL)
+    layout(tmp_path / "image", SMALL)
+    folder = a_task(tmp_path / "task", image.format(secret=secret) if image != "dir:" else "debian:12")
+    (folder / "link").symlink_to(secret)
+    task = package.load_task(folder)
+    if image == "dir:":  # what it brings leads out
+        (folder / "environment").mkdir()
+        (folder / "environment" / "image.tar").symlink_to(secret / "image.tar")
+        task = replace(task, sandbox=replace(task.sandbox, image="dir:abc"))
+    backend = LocalBackend(tmp_path / "state")
+    with pytest.raises(TaskError) as caught:
+        asyncio.run(prepare(task, backend))
+    assert caught.value.code == "bad_image"
+    assert not (tmp_path / "state").exists() or not list((tmp_path / "state").rglob("oci-*"))
+
+
+def test_a_package_brings_its_image_under_any_path_of_its_own(tmp_path: Path) -> None:
+    folder = a_task(tmp_path / "task", "docker-archive:here/../image.tar")
+    docker_saved(folder / "image.tar", SMALL)
+    (tmp_path / "other").symlink_to(folder)
+    for place in (folder, tmp_path / "other"):
+        task = package.load_task(place)
+        named = replace(
+            task, sandbox=replace(task.sandbox, image=f"docker-archive:{folder}/image.tar"), path=str(place)
+        )
+        for each in (task, named):
+            assert image_of(each).endswith("/task/image.tar")
 
 
 @pytest.mark.parametrize("image", ["oci:../../elsewhere", "docker-archive:/etc/image.tar", "oci:a/../../b"])
