@@ -34,6 +34,9 @@ GRACE_S = 5
 BACKLOG = 2048
 HEAD_S = 20.0
 """For the head of a request to come; a connection on which none comes is closed."""
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+HEAD_BYTES = 64 * 1024
+"""Most that may come before the head of a request is whole."""
 NAME_CHARS = 100
 """Longest name of a tenant."""
 
@@ -130,11 +133,26 @@ def serve(
 
 def heads_in_time(head_s: float) -> Any:
     """A maker of uvicorn's HTTP protocol whose connections are closed when no request begins on them for that
-    long. Without it, whoever sends nothing, or a head byte by byte, keeps a descriptor for ever."""
+    long, or not within `HEAD_BYTES`. Without it, whoever sends nothing, or a head byte by byte, keeps a
+    descriptor for ever, and whoever sends a head without end the memory."""
 
     def protocol(*args: Any, **more: Any) -> asyncio.Protocol:
         made: Any = AutoHTTPProtocol(*args, **more)
         loop = asyncio.get_running_loop()
+        head = 0
+        receive = made.data_received
+
+        def received(data: bytes) -> None:
+            nonlocal head
+            before = made.cycle
+            receive(data)
+            idle = before is None or before.response_complete
+            head = head + len(data) if made.cycle is before and idle else 0
+            if head > HEAD_BYTES and not made.transport.is_closing():
+                made.transport.write(_TOO_LARGE)
+                made.transport.close()
+
+        made.data_received = received
 
         def look(before: object) -> None:
             if made.transport is None or made.transport.is_closing():

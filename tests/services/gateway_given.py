@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from agentrl.store import Store, TenantRow
-from agentrl.types import ExecStatus, SandboxSpec, Task, to_dict
+from agentrl.types import ExecStatus, SandboxSpec, Task, Termination, Verdict, to_dict
 from envs.evidence import Admission
 from envs.sandbox.contract import (
     ExecRequest,
@@ -28,6 +28,7 @@ from envs.sandbox.contract import (
 from envs.sandbox.plain import PlainBackend
 from envs.tasks import package
 from harness.gateway import client as calls
+from harness.gateway import wire
 from harness.gateway.client import AsyncClient
 from services.gateway.app import create_app
 from services.gateway.core import Gateway, Settings
@@ -309,6 +310,17 @@ async def world(
         for client in clients.values():
             await client.close()
         await gateway.stop()
+
+
+async def ready(here: World, task: Task, key: str = "k", **more: Any) -> wire.SessionView:
+    """A session of Ada's that can be acted in."""
+    view = await here.ada.send(calls.open_session(client_key=key, task_id=task.id, **more))
+    return await here.ada.send(calls.session(view.id, wait_s=30.0))
+
+
+def finished(session_id: str) -> calls.Call[Verdict]:
+    """The call that ends an attempt as its policy wants it to."""
+    return calls.finalize(session_id, termination=Termination.FINISHED, fault=None, deadline_s=60)
 
 
 @asynccontextmanager

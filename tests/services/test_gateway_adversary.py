@@ -15,7 +15,18 @@ from typing import Any
 
 import pytest
 import uvicorn
-from gateway_given import TOKENS, URL, MemoryBackend, MemorySandbox, World, task_at, tenant, until, world
+from gateway_given import (
+    TOKENS,
+    URL,
+    MemoryBackend,
+    MemorySandbox,
+    finished,
+    ready,
+    task_at,
+    tenant,
+    until,
+    world,
+)
 
 from agentrl.errors import ConfigError
 from agentrl.store import Store
@@ -28,15 +39,6 @@ from services.gateway import core, limits, process
 from services.gateway.app import create_app
 
 JSON = {"Content-Type": "application/json"}
-
-
-async def ready(here: World, task: Task, key: str = "k", **more: Any) -> wire.SessionView:
-    view = await here.ada.send(calls.open_session(client_key=key, task_id=task.id, **more))
-    return await here.ada.send(calls.session(view.id, wait_s=30.0))
-
-
-def finished(session_id: str) -> calls.Call[Any]:
-    return calls.finalize(session_id, termination=Termination.FINISHED, fault=None, deadline_s=20)
 
 
 # --------------------------------------------------------------------------------------------------- verdicts

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
-from gateway_given import World, until, world
+from gateway_given import finished, ready, until, world
 
 from agentrl.errors import SandboxError, StoreError
 from agentrl.store import SessionMove, Store, Superseded
-from agentrl.types import Task, Termination
+from agentrl.types import Task
 from envs import grading
 from harness.gateway import client as calls
 from harness.gateway import wire
@@ -24,15 +23,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-async def ready(here: World, task: Task, key: str = "k", **more: Any) -> wire.SessionView:
-    view = await here.ada.send(calls.open_session(client_key=key, task_id=task.id, **more))
-    return await here.ada.send(calls.session(view.id, wait_s=5.0))
-
-
-def finished(session_id: str) -> calls.Call[Any]:
-    return calls.finalize(session_id, termination=Termination.FINISHED, fault=None, deadline_s=20)
 
 
 def test_a_session_that_nobody_renews_ends_and_one_that_is_renewed_goes_on(store: Store, task: Task) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_given import MemoryBackend, World, task_at, tenant, until, world
+from gateway_given import MemoryBackend, finished, ready, task_at, tenant, until, world
 
 from agentrl.errors import SandboxError, StoreError
 from agentrl.store import Store
-from agentrl.types import Fault, Task, Termination
+from agentrl.types import Fault, Task
 from envs import session as sessions
 from envs.sandbox.contract import Expired, NotRegular
 from harness.gateway import client as calls
@@ -37,15 +37,6 @@ class Clock:
 
 def opened(task: Task, key: str, **more: Any) -> calls.Call[wire.SessionView]:
     return calls.open_session(client_key=key, task_id=task.id, **more)
-
-
-async def ready(here: World, task: Task, key: str = "k", **more: Any) -> wire.SessionView:
-    view = await here.ada.send(opened(task, key, **more))
-    return await here.ada.send(calls.session(view.id, wait_s=30.0))
-
-
-def finished(session_id: str) -> calls.Call[Any]:
-    return calls.finalize(session_id, termination=Termination.FINISHED, fault=None, deadline_s=20)
 
 
 # ---------------------------------------------------------------------------------------------------- clocks

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_given import MemoryBackend, MemorySandbox, World, task_at, tenant, until, world
+from gateway_given import MemoryBackend, MemorySandbox, World, finished, ready, task_at, tenant, until, world
 
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.store import Store, codec
-from agentrl.types import Evidence, EvidenceKey, SandboxSpec, Task, Termination, Verdict
+from agentrl.types import Evidence, EvidenceKey, SandboxSpec, Task, Verdict
 from envs import grading
 from envs.evidence import ORIGIN, Witness
 from envs.sandbox.adoption import Memory
@@ -27,20 +27,11 @@ from harness.gateway import wire
 from services.gateway.snapshots import pack
 
 
-async def ready(here: World, task: Task, key: str = "k", **more: Any) -> wire.SessionView:
-    view = await here.ada.send(calls.open_session(client_key=key, task_id=task.id, **more))
-    return await here.ada.send(calls.session(view.id, wait_s=60.0))
-
-
 async def kept(here: World, task: Task, key: str = "first", **more: Any) -> wire.SnapshotView:
     """A snapshot of a session with one file."""
     view = await ready(here, task, f"for {key}".replace(" ", "-"))
     await here.ada.send(calls.put_file(view.id, "a/b.bin", b"\0\xff" * 9))
     return await here.ada.send(calls.snapshot(view.id, client_key=key, **more))
-
-
-def finished(session_id: str) -> calls.Call[Verdict]:
-    return calls.finalize(session_id, termination=Termination.FINISHED, fault=None, deadline_s=60)
 
 
 def started(verdict: Verdict) -> Evidence:
