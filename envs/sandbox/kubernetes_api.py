@@ -22,7 +22,7 @@ import socket
 import ssl
 import time
 import weakref
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -196,8 +196,10 @@ class Cluster:
         deadline_s: float,
         params: Mapping[str, str] | None = None,
         body: Json | None = None,
+        read: Callable[[bytes], Json] = json.loads,
     ) -> Json:
-        """The decoded answer of one try. Raises `ApiRefused`, `ApiUnknown`."""
+        """The decoded answer of one try; `read` decodes it, and raises ValueError for what is none. Raises
+        `ApiRefused`, `ApiUnknown`."""
         try:
             async with asyncio.timeout(deadline_s):
                 response = await self._send(method, path, params, body, phase)
@@ -213,10 +215,9 @@ class Cluster:
         if response.status >= 400:
             raise _refused(response, data, phase)
         try:
-            answer: Json = json.loads(data)
+            return read(data)
         except ValueError as error:
             raise _unknown(phase, "api_garbled", f"answered {data[:80]!r}") from error
-        return answer
 
     async def insist(
         self,

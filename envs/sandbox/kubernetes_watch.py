@@ -15,6 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
 from envs.sandbox.kubernetes_api import ApiRefused, ApiUnknown, Cluster, Gone
 
 Listener = Callable[[dict[str, Any] | None], None]
@@ -27,6 +30,42 @@ PAGE = 500
 MAX_PAUSE_S = 5.0
 KEPT_GONE = 4096
 """Pods that are known to be gone, so that an answer that was on its way does not bring them back."""
+
+
+class _Metadata(TypedDict, total=False):
+    name: str
+    uid: str
+    resourceVersion: str
+    annotations: dict[str, str]
+    deletionTimestamp: str
+
+
+class _Spec(TypedDict, total=False):
+    nodeName: str
+
+
+class _Pod(TypedDict):
+    """What is read of a pod. The rest, most of it, is what we asked for ourselves and who wrote which field:
+    in a list it is passed over, never made into objects."""
+
+    metadata: _Metadata
+    spec: _Spec
+    status: dict[str, Any]
+
+
+class _List(TypedDict):
+    metadata: dict[str, Any]
+    items: list[_Pod]
+
+
+_POD: TypeAdapter[Any] = TypeAdapter(_Pod)
+_LIST: TypeAdapter[Any] = TypeAdapter(_List)
+
+
+def read_list(data: bytes) -> dict[str, Any]:
+    """A page of pods. Raises ValueError for what is none."""
+    listed: dict[str, Any] = _LIST.validate_json(data)
+    return listed
 
 
 @dataclass(slots=True)
@@ -89,6 +128,9 @@ class Pods:
 
     def note(self, pod: dict[str, Any]) -> None:
         """What an answer of the server said of a pod."""
+        self._note(_POD.validate_python(pod))
+
+    def _note(self, pod: dict[str, Any]) -> None:
         name = pod["metadata"]["name"]
         if pod["metadata"].get("uid") in self._gone:
             return
@@ -142,7 +184,12 @@ class Pods:
         found: dict[str, dict[str, Any]] = {}
         while True:
             page = await self._cluster.call(
-                "GET", self._path, phase="list", deadline_s=LIST_DEADLINE_S, params=params
+                "GET",
+                self._path,
+                phase="list",
+                deadline_s=LIST_DEADLINE_S,
+                params=params,
+                read=read_list,
             )
             found.update((pod["metadata"]["name"], pod) for pod in page["items"])
             more = page["metadata"].get("continue")
@@ -150,7 +197,7 @@ class Pods:
                 break
             params = {**params, "continue": more}
         for pod in found.values():
-            self.note(pod)
+            self._note(pod)
         for name in before - set(found):
             self.gone(name)
         self._version = str(page["metadata"]["resourceVersion"])

@@ -1,5 +1,6 @@
 """A command through the in-pod agent beside an exec of the API server in the same pod, turn by turn, and many
-pods at once; what is left in the cluster afterwards.
+pods at once; what is left in the cluster afterwards. A list of pods as the watch reads it beside the client's
+own models (`--only-list` needs no cluster).
 
 python tests/benchmarks/bench_kubernetes.py --repeats 30 --count 60 --commands 10
 """
@@ -9,18 +10,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 from bench_sandboxes import Bench, environment, percentile
+from kubernetes_asyncio.client import ApiClient
 
 from agentrl.types import SandboxSpec
 from envs.sandbox.contract import ExecRequest
 from envs.sandbox.kubernetes import KubernetesBackend
 from envs.sandbox.kubernetes_api import Cluster
 from envs.sandbox.kubernetes_pod import Placement
+from envs.sandbox.kubernetes_watch import read_list
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "sandbox"))
+from listed import page
 
 
 async def exec_by_server(cluster: Cluster, namespace: str, pod: str) -> None:
@@ -58,6 +66,27 @@ async def agent_beside_exec(
         "api_exec_p50_ms": theirs,
         "api_exec_over_agent": theirs / ours if ours and theirs else None,
     }
+
+
+async def list_beside_models(count: int) -> dict[str, float | None]:
+    """CPU milliseconds that a list of so many pods costs, the best of three."""
+    data = page(0, count)
+
+    async with ApiClient() as client:
+        ways = {
+            "list_ms": lambda: read_list(data),
+            "list_json_ms": lambda: json.loads(data),
+            "list_models_ms": lambda: client.deserialize(SimpleNamespace(data=data), "V1PodList"),
+        }
+        costs: dict[str, float] = {}
+        for name, way in ways.items():
+            tries = []
+            for _ in range(3):
+                begun = time.process_time()
+                way()
+                tries.append(1000 * (time.process_time() - begun))
+            costs[name] = min(tries)
+    return {**costs, "list_models_over_ours": costs["list_models_ms"] / costs["list_ms"]}
 
 
 async def left(namespace: str, backend: KubernetesBackend) -> int:
@@ -110,18 +139,22 @@ def main() -> None:
         "--reach", choices=("auto", "pod", "exec"), default="auto", help="how pods are reached"
     )
     parser.add_argument("--namespace", default="default")
+    parser.add_argument("--pods", type=int, default=2000, help="pods in a list")
+    parser.add_argument("--only-list", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result = asyncio.run(
-        bench(
-            options.repeats,
-            options.count,
-            options.commands,
-            options.at_once,
-            options.reach,
-            options.namespace,
+    result: dict[str, object] = dict(asyncio.run(list_beside_models(options.pods)))
+    if not options.only_list:
+        result |= asyncio.run(
+            bench(
+                options.repeats,
+                options.count,
+                options.commands,
+                options.at_once,
+                options.reach,
+                options.namespace,
+            )
         )
-    )
     if options.json:
         print(json.dumps(result))
         return
