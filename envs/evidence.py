@@ -8,6 +8,7 @@ never judges the policy; it says what is known. Unknown is `None`, which is not 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from pydantic import ConfigDict
@@ -123,6 +124,8 @@ class Witness:
         self._after: Health | None = None
         self._probes = 0
         self._strangers = 0
+        self._stalls: tuple[tuple[float, int], ...] = ()
+        """When the first and the last probe were answered, and what each said of `cpu_stalled_us`."""
         self._execs: set[str] = set()
         self._framed: set[str] = set()
         self._unverified_kills = 0
@@ -191,6 +194,8 @@ class Witness:
         """A health probe; raises `SandboxLost` when it is dead or another instance answered."""
         health: Health = await self._within("probe", self.sandbox.probe())
         self._probes += 1
+        if health.cpu_stalled_us is not None:
+            self._stalls = (*self._stalls[:1], (time.monotonic(), health.cpu_stalled_us))
         self._before, self._after = self._before or health, health
         if health.instance != self.sandbox.info.instance:
             self._strangers += 1
@@ -309,6 +314,14 @@ class Witness:
         return changes
 
     # --------------------------------------------------------------------------------------------- evidence
+
+    def cpu_pressure(self) -> float | None:
+        """Share of the time between the first and the last probe in which something waited for a CPU; None
+        when the kernel does not tell."""
+        if len(self._stalls) < 2:
+            return None
+        (begun, before), (now, after) = self._stalls
+        return min(1.0, max(0, after - before) / 1e6 / max(now - begun, 1e-3))
 
     def oom_kills(self) -> int | None:
         """Kills for memory between the first and the last probe; None when the kernel does not tell."""

@@ -18,9 +18,12 @@ import logging
 import math
 import posixpath
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from agentrl.errors import BoundaryError, SandboxError, TaskError
 from agentrl.types import (
@@ -44,10 +47,10 @@ from envs.report import PROGRAM_HASH, TestReport, TestRun
 from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Isolation, Mount
 from envs.sandbox.diff import DiffTooLarge, diff_hash
 from envs.sandbox.images import workspace
-from envs.sandbox.pressure import QUEUE_DEADLINE_S
+from envs.sandbox.pressure import QUEUE_DEADLINE_S, Pressure
 from envs.tasks import package
 
-GRADER_REVISION = f"1+{PROGRAM_HASH[:16]}"
+GRADER_REVISION = f"2+{PROGRAM_HASH[:16]}"
 """Changes whenever the meaning of a verdict does."""
 TESTS_TARGET = "/tests"
 LOGS_TARGET = "/logs/verifier"
@@ -55,8 +58,16 @@ VERIFY_ATTEMPTS = 2
 CREATE_DEADLINE_S = 120.0
 STARVED_SHARE = 0.25
 """A timed-out test that waited for a CPU for more than this share of its deadline was starved …"""
+PRESSURE_SHARE = 0.5
+"""… and so was one during which something waited for a CPU for more than this share of the time (PSI) …"""
 FED_SHARE = 0.5
 """… unless it ran for this share of it all the same."""
+SLOWEST = 4.0
+"""A verifier that was starved gets as much more time as the pressure on the CPUs says, up to so many times
+its own."""
+AT_ONCE = 1 << 20
+"""Verifiers at once, beyond what backends and gateways limit: any number."""
+STARVED = "verifier_contention"
 REWARD_FILE_BYTES = 64 * 1024
 TEST_FILE_BYTES = 16 * 1024 * 1024
 WORK_UNJUDGED = "work_unjudged"
@@ -355,8 +366,12 @@ async def verify(
 ) -> Verified:
     """Run the verifier on a gradable diff; once more when what failed was not the policy's.
 
+    One that was starved of CPU is judged again with more time and without other verifiers of this process
+    beside it. Only then is a time that is over the work's own; starved twice, it is nobody's.
+
     Without `attempted` (admission) there was no attempt, and only graders that decide are asked.
     """
+    turn = Turn()
     for attempt in range(1, VERIFY_ATTEMPTS + 1):
         try:
             return await _once(
@@ -366,11 +381,14 @@ async def verify(
                 changes=changes,
                 session=f"{session}-verify{attempt}",
                 attempted=attempted,
+                turn=turn,
             )
         except BoundaryError as error:
             if not error.retryable or attempt == VERIFY_ATTEMPTS:
                 error.evidence.setdefault("verify_attempts", attempt)
                 raise
+            if error.code == STARVED:
+                turn = Turn(alone=True, slower=_slower(error.evidence))
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
@@ -382,6 +400,7 @@ async def _once(
     changes: tuple[FileChange, ...],
     session: str,
     attempted: Attempted | None,
+    turn: Turn,
 ) -> Verified:
     folder = Path(task.path)
     try:
@@ -424,20 +443,83 @@ async def _once(
         raise of_system(error, "create") from error
     try:
         witness = Witness(sandbox, image=image, spec=task.sandbox, session=session, clock=clock)
-        await witness.probe("verify")
-        await witness.start_clock()
-        if task.grader.kind == "graders":
-            verified = await _by_graders(task, witness, files, session, changes, attempted)
-        else:
-            judge = _by_tests if task.grader.kind == "tests" else _by_script
-            verified = await judge(task, witness, files, session)
+        async with _turn(turn):
+            await witness.probe("verify")
+            await witness.start_clock()
+            if task.grader.kind == "graders":
+                verified = await _by_graders(task, witness, files, session, changes, attempted, turn)
+            else:
+                slowed = replace(
+                    task, grader=replace(task.grader, timeout_s=turn.slower * task.grader.timeout_s)
+                )
+                judge = _by_tests if task.grader.kind == "tests" else _by_script
+                verified = await judge(slowed, witness, files, session)
     finally:
         await sandbox.close()
-    return replace(verified, evidence=(_fresh(witness, changes), *verified.evidence))
+    return replace(verified, evidence=(_fresh(witness, changes, turn), *verified.evidence))
 
 
-def _fresh(witness: Witness, changes: tuple[FileChange, ...]) -> Evidence:
-    """E7: the verifier's own E1 to E5, what was laid over the image, and the clock that it lived under."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How a verifier runs: beside others, or alone and with more time, after it was starved."""
+
+    alone: bool = False
+    slower: float = 1.0
+    """Its time limits are so many times the task's."""
+
+
+_floors: WeakKeyDictionary[asyncio.AbstractEventLoop, Pressure] = WeakKeyDictionary()
+"""Where the verifiers of this process run, by event loop."""
+
+
+@asynccontextmanager
+async def _turn(turn: Turn) -> AsyncIterator[None]:
+    """Be among the verifiers that run now, or the only one. Whoever is inside waits for nothing but its own
+    sandbox, so this always moves on. The wait is no part of what judging took."""
+    floor = _floors.setdefault(asyncio.get_running_loop(), Pressure(AT_ONCE))
+    deadline = asyncio.timeout(QUEUE_DEADLINE_S)
+    try:
+        async with deadline, floor.slot(teaches=False, alone=turn.alone):
+            deadline.reschedule(None)
+            yield
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise _environment(
+            "verifier_queue", f"its turn did not come within {QUEUE_DEADLINE_S:g} s.", alone=turn.alone
+        ) from error
+
+
+def _starved(
+    task: Task, witness: Witness, *, cpu_ms: float, queued_ms: float = -1.0, timeout_s: float | None = None
+) -> dict[str, JsonScalar] | None:
+    """The evidence that what ran out of time had not been given the CPU for it; None when it had, or slept.
+    `queued_ms` -1: not known. Where neither it nor the pressure is known, nothing speaks for the work."""
+    budget_ms = 1000 * (task.grader.timeout_s if timeout_s is None else timeout_s)
+    pressure = witness.cpu_pressure()
+    waited = queued_ms > STARVED_SHARE * budget_ms or (
+        queued_ms < 0 if pressure is None else pressure > PRESSURE_SHARE
+    )
+    if not waited or cpu_ms >= FED_SHARE * min(1.0, task.sandbox.cpus) * budget_ms:
+        return None
+    return {
+        "cpu_ms": cpu_ms,
+        "queued_ms": queued_ms,
+        "cpu_pressure": pressure,
+        "timeout_s": budget_ms / 1000,
+    }
+
+
+def _slower(facts: dict[str, JsonScalar]) -> float:
+    """By how much the time is stretched in which a verifier was starved."""
+    queued = float(facts["queued_ms"] or 0) / (1000 * float(facts["timeout_s"] or 1))
+    waited = max(queued, float(facts["cpu_pressure"] or 0), PRESSURE_SHARE)
+    return min(SLOWEST, 1 / max(1e-3, 1 - waited))
+
+
+def _fresh(witness: Witness, changes: tuple[FileChange, ...], turn: Turn) -> Evidence:
+    """E7: the verifier's own E1 to E5, what was laid over the image, the clock that it lived under, and how
+    long something waited for a CPU meanwhile."""
     own = {e.key: e for e in witness.evidence() if e.key is not EvidenceKey.E6_PROBE_AFTER}
     facts: dict[str, JsonScalar] = {f"verifier_{key}": link.holds for key, link in own.items()}
     facts |= {
@@ -446,7 +528,10 @@ def _fresh(witness: Witness, changes: tuple[FileChange, ...]) -> Evidence:
         "diff": diff_hash(changes),
         "changes": len(changes),
         "test_files_match": True,  # the judges raise otherwise
+        "cpu_pressure": witness.cpu_pressure(),
     }
+    if turn.alone:
+        facts |= {"alone": True, "slower": turn.slower}
     if witness.clock is not None:
         facts["clock"] = witness.clock.starts.isoformat()
     return Evidence(
@@ -468,13 +553,21 @@ def _environment(code: str, message: str, **evidence: JsonScalar) -> SandboxErro
     return SandboxError(f"Verifier: {message}", code=code, phase="verify", evidence=evidence)
 
 
-async def _ended(witness: Witness, result: ExecResult) -> None:
+async def _ended(task: Task, witness: Witness, result: ExecResult) -> None:
     """Raise unless the verifier's command exited by itself and the kernel killed nothing for memory."""
     await witness.probe("verify")
     if result.status is ExecStatus.OOM or witness.oom_kills():
         raise _environment("verifier_oom", "something was killed for memory.", oom_kills=witness.oom_kills())
     if result.status is ExecStatus.TIMEOUT:
-        raise _environment("verifier_timeout", "no answer within the grader's time.", wall_ms=result.wall_ms)
+        if facts := _starved(task, witness, cpu_ms=result.cpu_ms):
+            raise _environment(STARVED, "no answer within the grader's time on a busy machine.", **facts)
+        raise TaskError(
+            "The verifier gave no answer within the grader's time, of which it had the CPU.",
+            fix="Give verifier.timeout_sec what the solution needs, if it is the task's.",
+            code="verifier_timeout",
+            phase="verify",
+            evidence={"wall_ms": result.wall_ms, "cpu_ms": result.cpu_ms},
+        )
     if result.reason == "output_limit":
         raise SandboxError(
             "Verifier: what was tested wrote more output than any command may.",
@@ -515,9 +608,9 @@ async def _by_tests(task: Task, witness: Witness, files: dict[str, str], session
     )
     started = time.monotonic()
     result = await witness.exec(run.request)
-    await _ended(witness, result)
+    await _ended(task, witness, result)
     report = run.parse(result.report)
-    _believable(task, report, files, oom_counted=witness.oom_kills() is not None)
+    _believable(task, witness, report, files)
     outcomes = {test.name: test for test in report.tests}
     tests = tuple(outcomes.get(name, TestOutcome(name=name, outcome="missing")) for name in required)
     if all(test.outcome == "missing" for test in tests):
@@ -558,13 +651,12 @@ async def _by_tests(task: Task, witness: Witness, files: dict[str, str], session
     )
 
 
-def _believable(task: Task, report: TestReport, files: dict[str, str], *, oom_counted: bool) -> None:
+def _believable(task: Task, witness: Witness, report: TestReport, files: dict[str, str]) -> None:
     """Raise unless the report is whole, of the package's own files, and no timeout was the machine's."""
     if not report.complete:
         raise _environment(
             "verifier_no_report", "its report is missing or incomplete.", started=report.started
         )
-    budget_ms = task.grader.timeout_s * 1000
     for seen in report.files:
         relative = seen.path.removeprefix(TESTS_TARGET + "/")
         if seen.sha256 != files.get(relative):
@@ -576,16 +668,11 @@ def _believable(task: Task, report: TestReport, files: dict[str, str], *, oom_co
                 code="test_file",
                 phase="verify",
             )
-        if seen.ended == "timeout":
-            waited = seen.queued_ms < 0 or seen.queued_ms > STARVED_SHARE * budget_ms
-            if waited and seen.cpu_ms < FED_SHARE * budget_ms:
-                raise _environment(
-                    "verifier_contention",
-                    f"{relative} timed out on a busy machine.",
-                    queued_ms=seen.queued_ms,
-                    cpu_ms=seen.cpu_ms,
-                )
-        if seen.ended == "signal 9" and not oom_counted:
+        if seen.ended == "timeout" and (
+            facts := _starved(task, witness, cpu_ms=seen.cpu_ms, queued_ms=seen.queued_ms)
+        ):
+            raise _environment(STARVED, f"{relative} timed out on a busy machine.", **facts)
+        if seen.ended == "signal 9" and witness.oom_kills() is None:
             raise _environment("verifier_killed", f"{relative} was killed and nobody counted why.")
 
 
@@ -626,7 +713,7 @@ async def _by_script(task: Task, witness: Witness, files: dict[str, str], sessio
             user="root",
         )
     )
-    await _ended(witness, result)
+    await _ended(task, witness, result)
     if result.exit_code != 0:
         raise TaskError(
             f"tests/test.sh exited {result.exit_code}.",
@@ -665,21 +752,31 @@ async def _by_graders(
     session: str,
     changes: tuple[FileChange, ...],
     attempted: Attempted | None,
+    turn: Turn,
 ) -> Verified:
     """The weighted sum of what the task's graders say. One that can not judge leaves no reward at all."""
     started = time.monotonic()
     spent: list[float] = []
 
     async def run(request: ExecRequest) -> ExecResult:
+        request = replace(request, timeout_s=turn.slower * request.timeout_s)
         result = await witness.exec(request)
         spent.append(result.cpu_ms)
         await witness.probe("verify")
         if result.status is ExecStatus.OOM or witness.oom_kills():
             raise _environment("verifier_oom", "something was killed for memory.")
+        if result.status is ExecStatus.TIMEOUT and (
+            facts := _starved(task, witness, cpu_ms=result.cpu_ms, timeout_s=request.timeout_s)
+        ):
+            raise _environment(STARVED, "a grader's command timed out on a busy machine.", **facts)
         return result
 
     async def run_tests(fails: tuple[str, ...], passes: tuple[str, ...]) -> TestsSeen:
-        named = replace(task, grader=replace(task.grader, fail_to_pass=fails, pass_to_pass=passes))
+        slowed = turn.slower * task.grader.timeout_s
+        named = replace(
+            task,
+            grader=replace(task.grader, fail_to_pass=fails, pass_to_pass=passes, timeout_s=slowed),
+        )
         seen = await _by_tests(named, witness, files, session)
         spent.append(1000 * seen.cost.cpu_s)
         e8 = next(link for link in seen.evidence if link.key is EvidenceKey.E8_REPORT_COMPLETE)
@@ -705,7 +802,7 @@ async def _by_graders(
         grader = graders.make(use)
         if attempted is None and not grader.decides:
             continue
-        said[use.name] = await _graded(use, grader, attempt)
+        said[use.name] = await _graded(use, grader, attempt, turn)
         if grader.decides:
             deciding.append(said[use.name].value)
     await witness.probe("verify")  # whatever the graders did: it is still the same sandbox, and whole
@@ -733,10 +830,10 @@ async def _by_graders(
     )
 
 
-async def _graded(use: GraderUse, grader: Grader, attempt: Attempt) -> Graded:
+async def _graded(use: GraderUse, grader: Grader, attempt: Attempt, turn: Turn) -> Graded:
     """What one grader says; a `BoundaryError` when it can not judge, whatever it raised."""
     try:
-        async with asyncio.timeout(attempt.task.grader.timeout_s + CONTROL_DEADLINE_S):
+        async with asyncio.timeout(turn.slower * attempt.task.grader.timeout_s + CONTROL_DEADLINE_S):
             graded = await grader.grade(attempt)
     except BoundaryError:
         raise

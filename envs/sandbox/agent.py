@@ -94,6 +94,8 @@ COUNTS_IO = os.path.exists("/proc/self/io")
 """Whether this kernel accounts for input and output; where it does not, its counters are always 0."""
 MAX_DESCRIPTORS = 4096
 """More than an agent ever has open."""
+PRESSURE_PATHS = ("/sys/fs/cgroup/cpu.pressure", "/proc/pressure/cpu")
+"""How long something waited for a CPU: in this container, or, where its own group is not seen, anywhere."""
 OOM_PATHS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 
 GIVEN_FD, TOLD_FD = 100, 101
@@ -373,6 +375,19 @@ def oom_kills(settings: Settings) -> int | None:
         words = line.split()
         if len(words) == 2 and words[0] == b"oom_kill":
             return int(words[1])
+    return None
+
+
+def cpu_stalled_us() -> int | None:
+    """Microseconds so far in which something that could run had no CPU; None when nothing tells."""
+    for path in PRESSURE_PATHS:
+        try:
+            with open(path, "rb") as file:
+                words = file.readline(4096).split()
+            if words[0] == b"some":
+                return int(words[-1].partition(b"total=")[2])
+        except (OSError, ValueError, IndexError):
+            continue
     return None
 
 
@@ -1400,6 +1415,7 @@ class Agent:
             "oom_kills": oom_kills(self.settings),
             "disk_free_bytes": free,
             "processes": len(mine),
+            "cpu_stalled_us": cpu_stalled_us(),
         }
 
     def _note(self, key: str, value: bytes) -> None:

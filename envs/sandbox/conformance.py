@@ -467,6 +467,21 @@ async def impossible_requests_are_refused(case: Case) -> None:
 
 
 @kind()
+async def a_probe_says_how_long_something_waited_for_a_cpu(case: Case) -> None:
+    """Row 11. Where the kernel tells: more busy processes than CPUs wait for each other."""
+    async with case.sandbox() as box:
+        before = (await box.probe()).cpu_stalled_us
+        busy = await sh(
+            box, "for i in {1..24}; do timeout 0.5 sh -c 'while :; do :; done' & done; wait; nproc"
+        )
+        after = (await box.probe()).cpu_stalled_us
+        assert (before is None) is (after is None)
+        if before is None or after is None or int(busy.stdout.text()) >= 24:
+            return
+        assert before < after < before + 60_000_000
+
+
+@kind()
 async def zombies_are_reaped(case: Case) -> None:
     async with case.sandbox() as box:
         program = (

@@ -196,6 +196,9 @@ class Health:
     """Kills by the kernel for memory since start; None when the kernel does not tell."""
     disk_free_bytes: int | None
     processes: int
+    cpu_stalled_us: int | None = None
+    """Microseconds so far in which something that could run waited for a CPU: in the sandbox, or on the whole
+    machine where its own share is not seen. None when the kernel does not tell."""
 
 
 @runtime_checkable

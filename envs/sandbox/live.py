@@ -259,6 +259,7 @@ class LiveSandbox:
             oom_kills=facts["oom_kills"],
             disk_free_bytes=facts["disk_free_bytes"],
             processes=facts["processes"],
+            cpu_stalled_us=facts.get("cpu_stalled_us"),  # not said by an agent of an earlier version
         )
 
     async def kill_all(self) -> int:

@@ -94,7 +94,8 @@ class Pressure:
         self.number = Limit(maximum)
         self.in_flight = 0
         self.peak = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[None], bool]] = deque()
+        self._alone = False
 
     @property
     def limit(self) -> float:
@@ -103,14 +104,15 @@ class Pressure:
     @property
     def waiting(self) -> int:
         """How many wait for a turn."""
-        return sum(not turn.done() for turn in self._waiting)
+        return sum(not turn.done() for turn, _ in self._waiting)
 
     @asynccontextmanager
-    async def slot(self, *, teaches: bool = True) -> AsyncIterator[float]:
+    async def slot(self, *, teaches: bool = True, alone: bool = False) -> AsyncIterator[float]:
         """Hold one slot: the seconds that were waited for it. The time inside is what the limit learns from,
-        unless it is spent on other things too. The caller sets the deadline."""
+        unless it is spent on other things too. `alone`: nobody else holds one meanwhile, and nobody who comes
+        later is let in before. The caller sets the deadline."""
         begun = time.monotonic()
-        await self._acquire()
+        await self._acquire(alone)
         waited_s = time.monotonic() - begun
         try:
             if teaches:
@@ -119,35 +121,48 @@ class Pressure:
             else:
                 yield waited_s
         finally:
-            self.in_flight -= 1
-            self._wake()
+            self._leave()
 
-    async def _acquire(self) -> None:
-        if self._waiting or self.in_flight >= int(self.limit):
+    async def _acquire(self, alone: bool) -> None:
+        if self._waiting or not self._room(alone):
             turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
+            self._waiting.append((turn, alone))
             try:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self.in_flight -= 1  # The slot was given in the moment that its taker gave up.
+                    self._leave()  # The slot was given in the moment that its taker gave up.
+                elif (turn, alone) in self._waiting:  # Else it was passed over already, as one that gave up.
+                    self._waiting.remove((turn, alone))
                     self._wake()
-                elif turn in self._waiting:  # Else it was passed over already, as one that gave up.
-                    self._waiting.remove(turn)
                 raise
             return
-        self._take()
+        self._take(alone)
 
-    def _take(self) -> None:
+    def _room(self, alone: bool) -> bool:
+        return not self._alone and (self.in_flight == 0 if alone else self.in_flight < int(self.limit))
+
+    def _take(self, alone: bool) -> None:
         self.in_flight += 1
+        self._alone = alone
         self.peak = max(self.peak, self.in_flight)
 
+    def _leave(self) -> None:
+        self.in_flight -= 1
+        self._alone = False
+        self._wake()
+
     def _wake(self) -> None:
-        while self._waiting and self.in_flight < int(self.limit):
-            turn = self._waiting.popleft()
-            if not turn.done():
-                self._take()
+        while self._waiting:
+            turn, alone = self._waiting[0]
+            if turn.done():
+                self._waiting.popleft()
+            elif self._room(alone):
+                self._waiting.popleft()
+                self._take(alone)
                 turn.set_result(None)
+            else:
+                return
 
 
 class Deadline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ class Faults:
     where: str = ""
     info: Callable[[SandboxInfo], SandboxInfo] = _same
     health: Callable[[Health], Health] = _same
+    pressure: float | None = 0.0
+    """Share of the time in which something waits for a CPU; None: the kernel does not tell."""
     result: Callable[[ExecResult], ExecResult] = _same
     diff: Callable[[tuple[FileChange, ...]], tuple[FileChange, ...]] = _same
     before: Callable[[str], Awaitable[None]] | None = None
@@ -40,6 +43,7 @@ class FaultySandbox:
     def __init__(self, inner: Sandbox, faults: Faults) -> None:
         self.inner = inner
         self._faults = faults
+        self._begun = time.monotonic()
 
     @property
     def info(self) -> SandboxInfo:
@@ -63,7 +67,11 @@ class FaultySandbox:
 
     async def probe(self) -> Health:
         await self._before("probe")
-        return self._faults.health(await self.inner.probe())
+        health = replace(await self.inner.probe(), cpu_stalled_us=None)
+        if self._faults.pressure is not None:
+            stalled_us = 1e6 * (time.monotonic() - self._begun) * self._faults.pressure
+            health = replace(health, cpu_stalled_us=round(stalled_us))
+        return self._faults.health(health)
 
     async def kill_all(self) -> int:
         await self._before("kill_all")

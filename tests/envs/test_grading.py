@@ -1,18 +1,21 @@
 """Grading: what the policy breaks is scored, what others break is not, and no exploit earns a reward."""
 
+import asyncio
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from faulty_backend import FIX, Faults, attempt, small_task
 
 from agentrl.errors import SandboxError
-from agentrl.types import EvidenceKey, Task, Verdict
+from agentrl.types import EvidenceKey, ExecStatus, Task, Verdict
+from envs import grading
 from envs.admission import attacks
 from envs.grading import gradable, guarded
-from envs.sandbox.contract import FileChange
+from envs.sandbox.contract import ExecResult, FileChange
 from envs.sandbox.diff import diff_hash
 
 SUBMIT = ("submit", {})
@@ -52,11 +55,12 @@ def test_broken_work_is_scored_zero(task: Task, command: str) -> None:
 LOOP = ("replace_in_file", {"path": "cart.py", "old": "return a - b", "new": "while True: pass"})
 
 
-def _clocked(cpu_ms: int, queued_ms: int) -> Faults:
+def _clocked(cpu_ms: int, queued_ms: int, pressure: float | None = 0.0, where: str = "verify") -> Faults:
     """A timed-out test file, with what the kernel is said to have counted for it."""
     seen = b"timeout\t%d\t%d" % (cpu_ms, queued_ms)
     return Faults(
-        where="verify",
+        where=where,
+        pressure=pressure,
         result=lambda r: replace(r, report=re.sub(rb"timeout\t[-0-9.]+\t[-0-9.]+", seen, r.report)),
     )
 
@@ -73,13 +77,95 @@ def test_an_endless_test_is_the_policys_and_zero(tmp_path: Path, cpu_ms: int, qu
     assert outcomes(verdict)["test_total"] == "error"
 
 
-@pytest.mark.parametrize(("cpu_ms", "queued_ms"), [(90, 900), (90, -1)], ids=["starved", "unknown"])
-def test_a_starved_verifier_is_not_the_policys(tmp_path: Path, cpu_ms: int, queued_ms: int) -> None:
-    task = small_task(tmp_path / "t", timeout_sec=0.5)
-    verdict = attempt(task, LOOP, SUBMIT, faults=(_clocked(cpu_ms, queued_ms),))
+@pytest.mark.parametrize(
+    ("cpu_ms", "queued_ms", "pressure"),
+    [(90, 900, 0.0), (90, 5, 100.0), (90, -1, 100.0), (90, -1, None)],
+    ids=["starved", "its children starved", "starved, nobody counted the queue", "unknown"],
+)
+def test_a_verifier_that_is_starved_twice_is_not_the_policys(
+    tmp_path: Path, cpu_ms: int, queued_ms: int, pressure: float | None
+) -> None:
+    """Row 11."""
+    task = small_task(tmp_path / "t", timeout_sec=0.25)
+    verdict = attempt(task, LOOP, SUBMIT, faults=(_clocked(cpu_ms, queued_ms, pressure),))
     assert verdict.reward is None
     assert verdict.fault is not None
     assert (verdict.fault.owner, verdict.fault.code) == ("environment", "verifier_contention")
+    assert verdict.fault.evidence["verify_attempts"] == 2
+    assert verdict.fault.evidence["cpu_pressure"] == (pressure and min(1.0, pressure))
+
+
+@pytest.mark.parametrize("ended", ["late", "in time"])
+def test_a_starved_verifier_is_judged_again_alone_and_only_then_is_there_a_verdict(
+    task: Task, ended: str
+) -> None:
+    """Row 11: with four times its time, as much as pressure can give it."""
+    seen = []
+
+    async def look(name: str) -> None:
+        if name == "exec":
+            floor = grading._floors[asyncio.get_running_loop()]
+            seen.append((floor.in_flight, floor._alone))
+
+    def late(result: ExecResult) -> ExecResult:
+        return replace(result, status=ExecStatus.TIMEOUT, exit_code=None, report=b"", cpu_ms=90.0)
+
+    first = Faults(where="verify1", pressure=100.0, result=late, before=look)
+    second = Faults(where="agent-verify2", before=look, **({"result": late} if ended == "late" else {}))
+    calm = Faults(where="without")
+    verdict = attempt(task, FIX, SUBMIT, faults=(calm, first, second))
+    assert seen == [(1, False), (1, True)]
+    facts = next(link for link in verdict.evidence if link.key is EvidenceKey.E7_FRESH_VERIFIER).facts
+    if ended == "in time":
+        assert (verdict.reward, verdict.fault) == (1.0, None)
+        assert (facts["alone"], facts["slower"], facts["cpu_pressure"]) == (True, 4.0, 0.0)
+    else:
+        assert verdict.reward == 0.0, "what no work earns"
+        assert verdict.fault is not None
+        assert (verdict.fault.owner, verdict.fault.code) == ("policy", "verifier_timeout")
+
+
+def test_a_verifier_that_ran_out_of_time_in_peace_is_judged_once(task: Task) -> None:
+    def late(result: ExecResult) -> ExecResult:
+        return replace(result, status=ExecStatus.TIMEOUT, exit_code=None, report=b"", cpu_ms=90.0)
+
+    calls = []
+
+    async def count(name: str) -> None:
+        calls.append(name)
+
+    calm = Faults(where="without")
+    verdict = attempt(task, FIX, SUBMIT, faults=(calm, Faults(where="verify", result=late, before=count)))
+    assert verdict.reward == 0.0
+    assert verdict.fault is not None
+    assert (verdict.fault.owner, verdict.fault.code) == ("policy", "verifier_timeout")
+    assert calls.count("exec") == 1
+
+
+@pytest.mark.parametrize(
+    ("cpu_ms", "queued_ms", "pressure", "starved"),
+    [
+        *((100, -1, 0.51, True), (100, -1, 0.5, False), (100, -1, None, True), (100, 0, None, False)),
+        *((100, 251, None, True), (100, 250, 0.0, False), (499, 999, 1.0, True), (500, 999, 1.0, False)),
+    ],
+)
+def test_what_counts_as_starved_within_a_second(
+    task: Task, cpu_ms: float, queued_ms: float, pressure: float | None, starved: bool
+) -> None:
+    witness: Any = SimpleNamespace(cpu_pressure=lambda: pressure)
+    found = grading._starved(task, witness, cpu_ms=cpu_ms, queued_ms=queued_ms, timeout_s=1.0)
+    assert (found is not None) is starved
+    slow = replace(task, sandbox=replace(task.sandbox, cpus=0.1))
+    fed = grading._starved(slow, witness, cpu_ms=50, queued_ms=999, timeout_s=1.0)
+    assert fed is None, "half of what its share of a CPU can give"
+
+
+@pytest.mark.parametrize(
+    ("pressure", "queued_ms", "times"), [(0.6, -1, 2.5), (None, 800, 5.0), (None, -1, 2.0), (1.0, 0, 4.0)]
+)
+def test_time_is_stretched_by_the_pressure(pressure: float | None, queued_ms: float, times: float) -> None:
+    facts = {"cpu_pressure": pressure, "queued_ms": queued_ms, "timeout_s": 1.0, "cpu_ms": 1.0}
+    assert grading._slower(facts) == pytest.approx(min(times, 4.0))
 
 
 def test_a_background_process_of_the_policy_does_not_reach_the_verifier(task: Task) -> None:

@@ -342,12 +342,14 @@ def test_a_timed_out_attempt_is_graded_as_it_is(task: Task) -> None:
 
 def test_a_timed_out_attempt_whose_verifier_timed_out_is_unscored(task: Task) -> None:
     late = Faults(
-        where="verify", result=lambda r: replace(r, status=ExecStatus.TIMEOUT, exit_code=None, report=b"")
+        where="verify",
+        pressure=1.0,
+        result=lambda r: replace(r, status=ExecStatus.TIMEOUT, exit_code=None, report=b"", cpu_ms=1.0),
     )
     verdict = attempt(task, FIX, termination=Termination.WALL_CLOCK, fault=TIME, faults=(late,))
     assert verdict.reward is None
     assert verdict.fault is not None
-    assert (verdict.fault.owner, verdict.fault.code) == ("environment", "verifier_timeout")
+    assert (verdict.fault.owner, verdict.fault.code) == ("environment", "verifier_contention")
 
 
 def test_a_cancelled_attempt_is_evidence_of_nothing(task: Task) -> None:
