@@ -42,6 +42,9 @@ class RunSection(_Section):
     threads: NonNegative = 0
     """Threads of the CPU learner and sampler; 0: as many as torch takes. Small policies want 1: several
     threads wait for each other longer than they compute."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the policy is trained, and sampled in this process. auto: a GPU where there is one. Under
+    `torchrun` each process takes the GPU of its local rank."""
 
     @property
     def folder(self) -> Path:
@@ -216,6 +219,9 @@ class TrainSection(_Section):
     memory."""
     critic: Literal["separate", "shared"] = "separate"
     """A model of its own, or a head on the policy's; only for recipes that need values."""
+    shard: bool = False
+    """Spread weights, gradients and moments over the processes that `torchrun` starts (FSDP2); otherwise each
+    has them all and computes its share of the tokens. Not with adapters."""
     lora: AdapterSection = AdapterSection()
 
 
@@ -270,7 +276,7 @@ class RunConfig(_Section):
         """sha256 of all but where the run lives, who makes its sandboxes and serves it: equal hashes may
         resume."""
         elsewhere: dict[str, Any] = {
-            "run": {"dir", "store"},
+            "run": {"dir", "store", "device"},
             "sandbox": {"gateway", "warm"},
             "policy": {"server": {"urls", "start_timeout_s"}},
         }
@@ -372,3 +378,18 @@ def key_table() -> list[tuple[str, str, str]]:
 def environment(name: str) -> str | None:
     """An `AGENTRL_<NAME>` environment variable; the only place where the environment is read."""
     return os.environ.get(f"AGENTRL_{name}")
+
+
+def rank() -> int:
+    """Of this process among those that `torchrun` started; 0 for one that was started alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many processes `torchrun` started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Of this process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -15,13 +15,21 @@ from types import FrameType
 
 from agentrl.config import RunConfig
 from agentrl.training.events import Listener
-from agentrl.training.loop import RunSummary, run
+from agentrl.training.loop import RunSummary, follow, run
 
 
 def train(config: RunConfig, *, listener: Listener, resume: bool = False) -> RunSummary:
     """Do the run; raises what `agentrl.training.loop.run` raises. Call it from the main thread."""
     with _term_is_interrupt():
         return run(config, listener=listener, resume=resume)
+
+
+def help_train(config: RunConfig) -> None:
+    """Be a further rank of a run that `torchrun` started (see `agentrl.training.ranks`). Signals come to all
+    ranks; rank 0 stops the run, and this one when it is stopped."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _number, _frame: None)
+    follow(config)
 
 
 @contextmanager

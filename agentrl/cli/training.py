@@ -7,7 +7,7 @@ from pathlib import Path
 
 import agentrl.training
 from agentrl.cli import output, progress
-from agentrl.config import RunConfig, load
+from agentrl.config import RunConfig, load, rank
 from agentrl.errors import ConfigError
 
 QUICKSTART = Path(agentrl.training.__file__).with_name("quickstart.toml")
@@ -99,6 +99,11 @@ def _toml(text: str) -> str:
 
 
 def _run(config: RunConfig, *, resume: bool, as_json: bool) -> None:
+    if rank():
+        from services import trainer
+
+        trainer.help_train(config)
+        return
     with progress.shown(as_json=as_json) as listener:
         listener.note(f"Run {config.run.name} in {config.run.folder}; loading the learner.")
         from transformers.utils.logging import disable_progress_bar

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from agentrl.algo.recipes import Recipe
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, SandboxError, nearest
 from agentrl.learner import lora, small
 from agentrl.learner import model as models
+from agentrl.learner.batch import Packing
+from agentrl.learner.step import Learner, LearnerConfig
+from agentrl.training import ranks
 from agentrl.training.events import Listener
 from agentrl.training.folder import RunFolder
 from agentrl.types import Split, Task
@@ -176,11 +181,13 @@ def _texts(suite: Sequence[Task]) -> list[str]:
 
 
 def policy(config: RunConfig, made_tokenizer: Any) -> Any:
-    """Float32 master weights of the policy. Raises `ConfigError` when the source can not be loaded."""
+    """Float32 master weights of the policy, where they are trained. Raises `ConfigError` when the source can
+    not be loaded."""
+    here = ranks.device(config)
     if config.policy.source != "small":
-        return models.load(config.policy.source)
+        return models.load(config.policy.source, device=here)
     shape = config.policy.small
-    return small.build_model(
+    made = small.build_model(
         vocabulary=len(made_tokenizer),
         hidden_size=shape.hidden_size,
         layers=shape.layers,
@@ -188,6 +195,50 @@ def policy(config: RunConfig, made_tokenizer: Any) -> Any:
         head_dim=shape.head_dim,
         context=shape.context,
         seed=config.run.seed,
+    )
+    return made.to(here)
+
+
+def settle(config: RunConfig) -> None:
+    """The random state and the threads of this process."""
+    torch.manual_seed(config.run.seed)
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+
+
+def learner(config: RunConfig, recipe: Recipe, model: Any, made_tokenizer: Any) -> Learner:
+    """The learner of a run, with the models that its recipe compares the policy with. Raises
+    `ConfigError`."""
+    train = config.train
+    imitates = config.coldstart.demonstrations > 0
+    reference = None
+    if recipe.needs_reference and (imitates or not train.lora.rank):  # else it is the adapters' base
+        reference = policy(config, made_tokenizer)
+    settings = LearnerConfig(
+        learning_rate=train.learning_rate,
+        critic_learning_rate=train.critic_learning_rate,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        warmup_steps=train.warmup_steps,
+        mini_batches=train.mini_batches,
+        epochs=train.epochs,
+        betas=(0.9, train.adam_beta2),
+        max_lag=config.rollout.max_lag,
+        max_mismatch=train.max_mismatch,
+        packing=Packing(token_budget=train.token_budget, share_prefixes=True),
+        compute_dtype=train.compute_dtype,
+        gradient_checkpointing=train.gradient_checkpointing,
+        critic=train.critic,
+        shard=train.shard,
+        seed=config.run.seed,
+    )
+    return Learner(
+        trained(config, model),
+        recipe,
+        replace(settings, schedule=train.schedule, total_steps=settings.optimizer_steps(train.updates)),
+        reference=reference,
+        teacher=teacher(config, made_tokenizer) if recipe.needs_teacher else None,
+        vocab_size=len(made_tokenizer),
     )
 
 
@@ -219,4 +270,4 @@ def teacher(config: RunConfig, policys: Any) -> Any:
             f"The tokenizer of teacher '{source}' is another: {differing} of {len(mine)} tokens differ.",
             fix="Give a teacher with the policy's tokenizer: its log-probs are of the policy's ids.",
         )
-    return models.load(source)
+    return models.load(source, device=ranks.device(config))

@@ -30,13 +30,12 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.inference.local import LocalSampler
 from agentrl.inference.openai import ChatEndpoint
 from agentrl.inference.sampler import Sampler
-from agentrl.learner import checkpoint, publish
 from agentrl.learner import model as models
-from agentrl.learner.batch import Packing
+from agentrl.learner import publish
 from agentrl.learner.imitation import ImitationProgress
-from agentrl.learner.step import Learner, LearnerConfig
+from agentrl.learner.step import Learner
 from agentrl.store.store import Store
-from agentrl.training import given, places, sampling, serving, view
+from agentrl.training import given, places, ranks, sampling, serving, view
 from agentrl.training.curves import Curves
 from agentrl.training.events import Listener, Noting
 from agentrl.training.folder import RunFolder
@@ -99,11 +98,18 @@ def run(config: RunConfig, *, listener: Listener, resume: bool = False) -> RunSu
         SandboxError: the kernel refuses the isolation that is asked for.
         Interrupted: Ctrl-C; sandboxes are gone, finished groups and updates are kept.
     """
+    started = time.monotonic()
+    with ranks.joined(config) as team:
+        summary = _run(config, team, listener, resume=resume)
+    return replace(summary, wall_s=round(time.monotonic() - started, 1))
+
+
+def _run(config: RunConfig, team: ranks.Team, listener: Listener, *, resume: bool) -> RunSummary:
+    """What rank 0 of a run does."""
     recipe = recipes.compose(config.train.overrides, base=config.train.recipe)
     folder = RunFolder(config.run.folder)
     known = folder.check(config, resume=resume)
     refusals.check(recipe, _facts(config, recipe))
-    started = time.monotonic()
     with folder.held(), Store.open(config.run.store_url) as store:
         if known is None:
             row = store.begin_run(
@@ -115,14 +121,28 @@ def run(config: RunConfig, *, listener: Listener, resume: bool = False) -> RunSu
             listener.note(f"Resuming run {known} in {folder.root}.")
         try:
             with asyncio.Runner() as runner:
-                summary = runner.run(_Run(config, recipe, folder, store, known, listener).whole())
+                return runner.run(_Run(config, recipe, folder, store, known, listener, team).whole())
         except (KeyboardInterrupt, asyncio.CancelledError) as stop:
             store.note(known, "interrupted", "stopped from outside")
             raise Interrupted(
                 f"Run {known} was stopped; what it finished is kept in {folder.root}.",
                 fix="Go on with the same command and --resume.",
             ) from stop
-    return replace(summary, wall_s=round(time.monotonic() - started, 1))
+
+
+def follow(config: RunConfig) -> None:
+    """Be one of the further processes of a run that `torchrun` started several of: returns when rank 0 is
+    through. They see the run's folder under the same path. Raises as `run` does."""
+    with ranks.joined(config) as team:
+        told = team.hear()
+        if told is None:  # Rank 0 did not come to have a learner.
+            return
+        config = RunConfig.model_validate(told)
+        recipe = recipes.compose(config.train.overrides, base=config.train.recipe)
+        given.settle(config)
+        tokenizer = given.tokenizer(config, RunFolder(config.run.folder), ())
+        policy = given.policy(config, tokenizer)
+        team.follow(given.learner(config, recipe, policy, tokenizer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,9 +264,13 @@ async def _attempt_heldout(
             finally:
                 await endpoint.close()
         tokenizer = given.loaded_tokenizer(source)
-        model = models.load(source) if version is None else publish.load_published(version)
-        if config.run.threads:
-            torch.set_num_threads(config.run.threads)
+        here = ranks.device(config)
+        model = (
+            models.load(source, device=here)
+            if version is None
+            else publish.load_published(version, device=here)
+        )
+        given.settle(config)
         place, tasks = await one.workplace(suite, backend, tokenizer, _context(model))
         served: serving.Served
         if config.policy.server.urls:
@@ -300,8 +324,9 @@ class _Run:
         store: Store,
         run_id: str,
         listener: Listener,
+        team: ranks.Team | None = None,
     ) -> None:
-        """`recipe` is None for a run that only evaluates."""
+        """`recipe` and `team` are None for a run that only evaluates."""
         self.config = config
         self.recipe = recipe
         self.folder = folder
@@ -309,20 +334,19 @@ class _Run:
         self.run_id = run_id
         self.listener = Noting(listener, store, run_id)
         self.progress = _Progress()
-        self._reference: Any = None
-        """Frozen policy that KL terms compare with; it becomes version 0."""
+        self._team = team or ranks.Team(None)
 
     async def whole(self) -> RunSummary:
         config, folder = self.config, self.folder
-        torch.manual_seed(config.run.seed)
-        if config.run.threads:
-            torch.set_num_threads(config.run.threads)
+        assert self.recipe is not None
+        given.settle(config)
         suite = await asyncio.to_thread(given.tasks, config, folder)
         async with self.sandboxes(suite) as backend:  # first: no weights are loaded for what can not be had
             tokenizer = await asyncio.to_thread(given.tokenizer, config, folder, suite.demonstrated)
             model = await asyncio.to_thread(given.policy, config, tokenizer)
             place, tasks = await self.workplace(suite, backend, tokenizer, _context(model))
-            learner = self._learner(model, tokenizer)
+            self._team.tell(config)
+            learner = await asyncio.to_thread(given.learner, config, self.recipe, model, tokenizer)
             await self._recover(place, learner, tokenizer, tasks.demonstrated)
             assert self.progress.version is not None
             seed = config.run.seed + 1000 * self.progress.updates
@@ -440,59 +464,29 @@ class _Run:
         self.store.add_task(task)
         self.store.add_admission(task.id, task.revision, valid=admission.valid, facts=to_dict(admission))
 
-    def _learner(self, model: Any, tokenizer: Any) -> Learner:
-        train = self.config.train
-        assert self.recipe is not None
-        imitates = self.config.coldstart.demonstrations > 0
-        if self.recipe.needs_reference and (imitates or not train.lora.rank):  # else it is the adapters' base
-            self._reference = given.policy(self.config, tokenizer)
-        settings = LearnerConfig(
-            learning_rate=train.learning_rate,
-            critic_learning_rate=train.critic_learning_rate,
-            weight_decay=train.weight_decay,
-            max_grad_norm=train.max_grad_norm,
-            warmup_steps=train.warmup_steps,
-            mini_batches=train.mini_batches,
-            epochs=train.epochs,
-            betas=(0.9, train.adam_beta2),
-            max_lag=self.config.rollout.max_lag,
-            max_mismatch=train.max_mismatch,
-            packing=Packing(token_budget=train.token_budget, share_prefixes=True),
-            compute_dtype=train.compute_dtype,
-            gradient_checkpointing=train.gradient_checkpointing,
-            critic=train.critic,
-            seed=self.config.run.seed,
-        )
-        return Learner(
-            given.trained(self.config, model),
-            self.recipe,
-            replace(settings, schedule=train.schedule, total_steps=settings.optimizer_steps(train.updates)),
-            reference=self._reference,
-            teacher=given.teacher(self.config, tokenizer) if self.recipe.needs_teacher else None,
-            vocab_size=len(tokenizer),
-        )
-
     async def _recover(
         self, place: Workplace, learner: Learner, tokenizer: Any, shown: Sequence[Task]
     ) -> None:
         """The last good state of this run: from its checkpoint, or version 0 after the cold start on what is
         shown."""
-        resumed = await asyncio.to_thread(checkpoint.load, self.folder.checkpoints, learner)
+        team = self._team
+        resumed = await asyncio.to_thread(team.do, ranks.resumed, learner, self.folder.checkpoints)
         if resumed is None:
             for number in publish.retract_after(self.folder.versions, -1):
                 self.listener.note(f"Version {number} was published without a checkpoint; it is made again.")
             await self._cold_start(place, learner, shown)
             self.progress.version = await asyncio.to_thread(
-                publish.publish,
-                learner.policy,
+                team.do_with,
+                {"tokenizer": tokenizer},
+                ranks.published,
+                learner,
                 self.folder.versions,
                 parent=None,
                 step=0,
-                tokenizer=tokenizer,
             )
             await asyncio.to_thread(self._checkpoint, learner, None)
             self._replay(None)
-            await asyncio.to_thread(self._load_reference)
+            await self._compare(learner)
             return
         for notice in resumed.notices:
             self.listener.note(notice)
@@ -508,22 +502,22 @@ class _Run:
         self.progress.version = resumed.published
         assert resumed.published is not None, "every checkpoint of a run follows a publication"
         publish.retract_after(self.folder.versions, resumed.published.number)
-        await asyncio.to_thread(publish.require_same, learner.policy, resumed.published)
         self._replay(resumed.cursor["last"])
-        await asyncio.to_thread(self._load_reference)
+        await self._compare(learner)
         self.listener.note(
             f"Going on after update {self.progress.updates} with version {resumed.published.number}."
         )
 
-    def _load_reference(self) -> None:
-        if self._reference is not None:
-            first = publish.versions(self.folder.versions)[0]
-            self._reference.load_state_dict(publish.load_published(first).state_dict())
+    async def _compare(self, learner: Learner) -> None:
+        """Version 0 is what KL terms compare with."""
+        first = publish.versions(self.folder.versions)[0]
+        await asyncio.to_thread(self._team.do, ranks.compared_with, learner, first)
 
     def _checkpoint(self, learner: Learner, last: Mapping[str, Any] | None) -> None:
-        checkpoint.save(
-            self.folder.checkpoints,
+        self._team.do(
+            ranks.saved,
             learner,
+            self.folder.checkpoints,
             cursor={"updates": self.progress.updates, "last": last},
             published=self.progress.version,
             keep=self.config.keep.checkpoints,
@@ -563,14 +557,16 @@ class _Run:
             usual = torch.get_num_threads()
             torch.set_num_threads(wanted.threads or usual)
             try:
-                return learner.imitate(
+                return self._team.do_with(
+                    {"progress": tell},
+                    Learner.imitate,
+                    learner,
                     examples,
                     epochs=wanted.epochs,
                     mini_batch=wanted.batch,
                     learning_rate=wanted.learning_rate,
                     schedule="cosine",
                     warmup_steps=steps // 8,
-                    progress=tell,
                 )
             finally:
                 torch.set_num_threads(usual)
@@ -728,14 +724,22 @@ class _Run:
             trained, extra = sampling.with_greedy(place, batch)
             facts["sampling/groups_without_greedy"] = float(len(batch) - len(trained))
         if skip or not trained:
-            report = learner.skip(
+            report = self._team.do(
+                Learner.skip,
+                learner,
                 "too few groups have a spread after the last round of sampling"
                 if skip
-                else "no greedy attempt was graded"
+                else "no greedy attempt was graded",
             )
         else:
             report = await asyncio.to_thread(
-                lambda: learner.update(trained, version=parent.number, extra=extra, train_policy=not warming)
+                self._team.do,
+                Learner.update,
+                learner,
+                trained,
+                version=parent.number,
+                extra=extra,
+                train_policy=not warming,
             )
         facts["time/update_s"] = time.monotonic() - began
         for cause in dict.fromkeys(report.refused):
@@ -770,12 +774,13 @@ class _Run:
     ) -> None:
         progress = self.progress
         if moved:
-            progress.version = publish.publish(
-                learner.policy,
+            progress.version = self._team.do_with(
+                {"tokenizer": tokenizer},
+                ranks.published,
+                learner,
                 self.folder.versions,
                 parent=progress.version,
                 step=learner.optimizer_step,
-                tokenizer=tokenizer,
                 keep=publish.Keep(last=self.config.keep.versions, every=KEEP_VERSION_0),
             )
         last = {

@@ -19,6 +19,7 @@ from agentrl.inference.local import LocalSampler
 from agentrl.inference.sampler import Sampler
 from agentrl.inference.vllm import Probe, VllmSampler
 from agentrl.learner import publish
+from agentrl.training import ranks
 from agentrl.training.sampling import Workplace
 from agentrl.types import LogProbKind, PolicyVersion
 from harness.prompt import SYSTEM_PROMPT
@@ -140,7 +141,7 @@ async def serve(place: Workplace, version: PolicyVersion, *, seed: int) -> Serve
         return servers
     return InProcess(
         LocalSampler(
-            publish.load_published(version),
+            publish.load_published(version, device=ranks.device(config)),
             stop_token_ids=place.chat.stop_token_ids,
             name=config.policy.source,
             version=version.number,

@@ -177,6 +177,7 @@ REFUSED = {
     "dual_clip": (recipe_of("grpo", **{"surrogate.dual": 0.5}), GOOD),
     "nothing_to_minimise": (recipe_of("opd", teacher="none"), GOOD),
     "numbers": (RECIPES["dr-grpo"], GOOD),
+    "adapters_on_nothing": (RECIPES["grpo"], facts(adapter_rank=8, random_policy=True)),
 }
 
 
