@@ -47,7 +47,7 @@ from envs.sandbox.docker_images import PYTHON, TOOLS, DockerImages, Prepared
 from envs.sandbox.engine import API, PING_DEADLINE_S, Engine, EngineRefused, EngineUnknown, socket_path
 from envs.sandbox.images import require_room, short_of_room
 from envs.sandbox.live import LiveSandbox
-from envs.sandbox.pressure import Deadline, Pressure, waited_in_vain
+from envs.sandbox.pressure import Deadline, Pressure, not_ready, waited_in_vain
 from envs.sandbox.warm import Kind, PoolState, WarmPool
 
 P = ParamSpec("P")
@@ -204,11 +204,11 @@ class DockerBackend:
         except TimeoutError as error:
             if start.deadline.queued:
                 raise waited_in_vain(start.name) from error
-            raise SandboxError(
-                f"Sandbox {start.name} was not ready within {deadline_s:g} s: waiting for '{start.phase}'.",
-                fix="The engine or the machine is overloaded: start fewer sandboxes at once.",
-                code="start_timeout",
+            raise not_ready(
+                start.name,
+                deadline_s,
                 phase=start.phase,
+                place="engine or the machine",
                 evidence=self._said(start.name),
             ) from error
 

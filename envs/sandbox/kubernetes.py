@@ -42,7 +42,7 @@ from envs.sandbox.kubernetes_line import Dropped, ExecWire, Line, Received, Wire
 from envs.sandbox.kubernetes_pod import LABEL, PORT, SIZED_SINCE, TOOLS, Placement, Wanted, manifest
 from envs.sandbox.kubernetes_watch import Pods
 from envs.sandbox.live import LiveSandbox
-from envs.sandbox.pressure import Deadline, Pressure, waited_in_vain
+from envs.sandbox.pressure import Deadline, Pressure, not_ready, waited_in_vain
 
 T = TypeVar("T")
 
@@ -202,11 +202,8 @@ class KubernetesBackend:
                 raise waited_in_vain(start.name) from error
             if start.no_node is not None:
                 raise _no_node(start.name, start.no_node) from error
-            raise SandboxError(
-                f"Sandbox {start.name} was not ready within {deadline_s:g} s: waiting for '{start.phase}'.",
-                fix="The cluster is overloaded: start fewer sandboxes at once, or add nodes.",
-                code="start_timeout",
-                phase=start.phase,
+            raise not_ready(
+                start.name, deadline_s, phase=start.phase, place="cluster", more=", or add nodes"
             ) from error
         if apply:
             try:

@@ -43,6 +43,7 @@ from envs.sandbox.images import Images, short_of_room
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.live import LiveSandbox
 from envs.sandbox.oci import OciImages
+from envs.sandbox.pressure import not_ready
 
 UID_BASE = 0x6A61_0000
 """First of the 65,536 ids on this machine that stand for a sandbox's ids when the host is root: nobody's."""
@@ -173,12 +174,7 @@ class LocalBackend:
             async with asyncio.timeout(deadline_s):
                 sandbox = await self._start(name, spec, image, lower, binds, begun, session, system)
         except TimeoutError as error:
-            raise SandboxError(
-                f"Sandbox {name} was not ready within {deadline_s:g} s.",
-                fix="The machine is overloaded: start fewer sandboxes at once.",
-                code="start_timeout",
-                phase="start",
-            ) from error
+            raise not_ready(name, deadline_s, phase="start") from error
         if apply:
             try:
                 await sandbox.apply(apply, deadline_s=deadline_s)

@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from agentrl.errors import ExecUnknown, SandboxError
+from agentrl.errors import ExecUnknown
 from agentrl.types import JsonScalar, SandboxSpec
 from envs.sandbox import agent, oci
 from envs.sandbox.channel import Channel, last_words
@@ -31,6 +31,7 @@ from envs.sandbox.diff import diff_trees
 from envs.sandbox.images import Images
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.live import LiveSandbox
+from envs.sandbox.pressure import not_ready
 
 
 class _FolderPaths:
@@ -174,13 +175,7 @@ class PlainBackend:
             process.send_signal(signal.SIGKILL)
             process.wait()
             if isinstance(error, ExecUnknown):
-                raise SandboxError(
-                    f"Sandbox {name} was not ready within {deadline_s:g} s: waiting for its agent.",
-                    fix="The machine is overloaded: start fewer sandboxes at once.",
-                    code="start_timeout",
-                    phase="agent",
-                    evidence=await post_mortem(),
-                ) from error
+                raise not_ready(name, deadline_s, phase="agent", evidence=await post_mortem()) from error
             raise
         info = SandboxInfo(
             id=name,

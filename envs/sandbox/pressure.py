@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from agentrl.errors import BoundaryError, SandboxError
+from agentrl.types import JsonScalar
 
 SLOW_FACTOR = 6.0
 """So many times the quickest latency counts as overload; less is what sharing the machine costs anyway."""
@@ -211,6 +212,26 @@ class Deadline:
     def _move(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
         self._limit.reschedule(asyncio.get_running_loop().time() + seconds)
+
+
+def not_ready(
+    name: str,
+    within_s: float,
+    *,
+    phase: str,
+    place: str = "machine",
+    more: str = "",
+    evidence: dict[str, JsonScalar] | None = None,
+) -> SandboxError:
+    """For a sandbox that had its turn and whose start took too long: what it waited for, and what to do where
+    it was to run."""
+    return SandboxError(
+        f"Sandbox {name} was not ready within {within_s:g} s: waiting for '{phase}'.",
+        fix=f"The {place} is overloaded: start fewer sandboxes at once{more}.",
+        code="start_timeout",
+        phase=phase,
+        evidence=evidence,
+    )
 
 
 def waited_in_vain(name: str) -> SandboxError:

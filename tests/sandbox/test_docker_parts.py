@@ -22,7 +22,7 @@ from envs.sandbox.contract import Mount
 from envs.sandbox.docker import DockerBackend
 from envs.sandbox.engine import Engine, EngineRefused, EngineUnknown, socket_path
 from envs.sandbox.images import Images, folder_digest
-from envs.sandbox.pressure import Deadline, Limit, Pressure
+from envs.sandbox.pressure import Deadline, Limit, Pressure, not_ready
 
 
 def test_slowness_halves_the_limit_once_and_health_brings_it_back() -> None:
@@ -129,6 +129,16 @@ def test_a_deadline_stands_still_while_its_owner_waits_for_a_turn(monkeypatch: p
         assert await start(pressure, 60.0, 0.0) == "done"
 
     asyncio.run(check())
+
+
+def test_a_start_that_took_too_long_says_what_it_waited_for_and_what_to_do() -> None:
+    error = not_ready(
+        "a", 120.0, phase="pull", place="cluster", more=", or add nodes", evidence={"log": "no room"}
+    )
+    assert error.message == "Sandbox a was not ready within 120 s: waiting for 'pull'."
+    assert error.fix == "The cluster is overloaded: start fewer sandboxes at once, or add nodes."
+    assert (error.code, error.phase, error.owner) == ("start_timeout", "pull", "environment")
+    assert (error.retryable, error.evidence) == (True, {"log": "no room"})
 
 
 def test_a_wait_that_is_cancelled_in_the_moment_that_a_turn_comes_is_only_cancelled() -> None:
