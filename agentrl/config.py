@@ -88,8 +88,8 @@ class SandboxSection(_Section):
     concurrency: Positive = 32
     """Attempts alive at once."""
     warm: Annotated[int, Field(ge=0)] = 0
-    """Containers kept started for attempts to come: one for each of the last so many, of the same image and
-    limits. Worth it where attempts use the same image again. Only with the docker backend."""
+    """Sandboxes kept started for attempts to come: one for each of the last so many, of the same image and
+    limits. Worth it where attempts use the same image again. With the docker and kubernetes backends."""
     gateway: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
     """URL of an environment gateway (`agentrl serve gateway`) that makes the sandboxes in place of `backend`.
     It must have the run's tasks; its token is read from `AGENTRL_GATEWAY_TOKEN`."""

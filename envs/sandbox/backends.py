@@ -116,7 +116,7 @@ def keep_warm(backend: Backend, size: int) -> None:
     if size and not isinstance(backend, Warming):
         raise ConfigError(
             f"The {backend.name} backend keeps no sandboxes ready here.",
-            fix="Set warm to 0, or use the docker backend; a gateway has a pool of its own (--warm).",
+            fix="Set warm to 0, or use the docker or kubernetes backend; a gateway has its own (--warm).",
         )
     if isinstance(backend, Warming):
         backend.keep_warm(size)

@@ -269,26 +269,20 @@ class DockerBackend:
         self, pool: WarmPool[_Launched], spec: SandboxSpec, image: str, session: str, begun: float
     ) -> LiveSandbox | None:
         """A container that waited, probed and given to the session; None: a miss."""
-        kind = (image, to_json(spec).decode())
-        pool.ask(kind)
-        while (found := pool.take(kind)) is not None:
+
+        async def give(found: _Launched) -> LiveSandbox | None:
             record = replace(found.record, session=session)
-            try:
-                seen, _ = await found.channel.call({"op": "probe"}, deadline_s=HAND_OUT_DEADLINE_S)
-                if seen.get("instance") == record.instance:
-                    if self._owner is not None:
-                        docker_outlive.write(found.folder, record)
-                    pool.hits += 1
-                    return self._alive(replace(found, record=record), begun, warm=True)
-            except (BoundaryError, OSError):  # It died, or does not answer.
-                pass
-            except BaseException:
-                await self._alive(found, begun).close()
-                raise
-            pool.discarded += 1
+            seen, _ = await found.channel.call({"op": "probe"}, deadline_s=HAND_OUT_DEADLINE_S)
+            if seen.get("instance") != record.instance:
+                return None
+            if self._owner is not None:
+                docker_outlive.write(found.folder, record)
+            return self._alive(replace(found, record=record), begun, warm=True)
+
+        async def end(found: _Launched) -> None:
             await self._alive(found, begun).close()
-        pool.misses += 1
-        return None
+
+        return await pool.hand_out((image, to_json(spec).decode()), give, end)
 
     async def _make_warm(self, kind: Kind) -> _Launched:
         image, spec = kind[0], from_json(SandboxSpec, kind[1])

@@ -25,11 +25,12 @@ import os
 import re
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.config import environment
-from agentrl.errors import ExecUnknown, SandboxError, SandboxLost
+from agentrl.errors import BoundaryError, ExecUnknown, SandboxError, SandboxLost
 from agentrl.types import JsonScalar, SandboxSpec, from_json, to_json
 from envs.sandbox import agent, docker_init, kubernetes_fence, kubernetes_witness, trees
 from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
@@ -43,6 +44,7 @@ from envs.sandbox.kubernetes_pod import LABEL, PORT, SIZED_SINCE, TOOLS, Placeme
 from envs.sandbox.kubernetes_watch import Pods
 from envs.sandbox.live import LiveSandbox
 from envs.sandbox.pressure import Deadline, Pressure, not_ready, waited_in_vain
+from envs.sandbox.warm import Kind, PoolState, WarmPool
 
 T = TypeVar("T")
 
@@ -64,6 +66,11 @@ LOOK_DEADLINE_S = 5.0
 POST_MORTEM_S = 2.5
 DIFF_DEADLINE_S = 120.0
 DELETE_DEADLINE_S = 60.0
+WARM_AGE_S = 3600.0
+"""A pod that waited longer for somebody who asks for it is ended."""
+WARM_DEADLINE_S = 120.0
+HAND_OUT_DEADLINE_S = 5.0
+"""For the cluster to give away a pod that waited, and for that to show that it is as it was."""
 GONE_S = 30.0
 """How long a deleted pod may take to disappear before the deletion is asked for again."""
 CLOSE_DEADLINE_S = 60.0
@@ -74,7 +81,7 @@ _TAKEN = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "proc", "dev", "etc", "
 _ALIVE = "agentrl/alive-until"
 _SESSION, _IMAGE, _SPEC, _LIMITS = (f"agentrl/{word}" for word in ("session", "image", "spec", "limits"))
 _RIGHTS = (
-    ("pods", "", ("create", "get", "list", "watch", "delete")),
+    ("pods", "", ("create", "get", "list", "watch", "patch", "delete")),
     ("configmaps", "", ("create", "list", "patch", "delete")),
 )
 _EXEC_RIGHTS = (("pods", "exec", ("get", "create")),)
@@ -135,6 +142,9 @@ class KubernetesBackend:
         self._sized = True
         self._namespace = ""
         self._tasks: list[asyncio.Task[Any]] = []
+        self._pool: WarmPool[_Launched] | None = None
+        self._waiting: set[Line] = set()
+        """Of pods that were started ahead."""
 
     @property
     def name(self) -> str:
@@ -192,19 +202,13 @@ class KubernetesBackend:
         begun = time.monotonic()
         _check_spec(spec, mounts)
         prepared = await self._images.require(image)
-        start = _Start(f"agentrl-{self.id}-{self._process}{next(self._numbers)}", Deadline(deadline_s))
-        try:
-            async with start.deadline:
-                await self._open()
-                sandbox = await self._start(start, spec, image, prepared, session, mounts, begun)
-        except TimeoutError as error:
-            if start.deadline.queued:
-                raise waited_in_vain(start.name) from error
-            if start.no_node is not None:
-                raise _no_node(start.name, start.no_node) from error
-            raise not_ready(
-                start.name, deadline_s, phase=start.phase, place="cluster", more=", or add nodes"
-            ) from error
+        sandbox = None
+        if self._pool is not None and not mounts:
+            sandbox = await self._handed_out(self._pool, spec, image, session, begun)
+        if sandbox is None:
+            start = _Start(self._new_name(), Deadline(deadline_s))
+            launched = await self._launch(start, spec, image, prepared, session, mounts, deadline_s)
+            sandbox = self._alive(launched, begun)
         if apply:
             try:
                 await sandbox.apply(apply, deadline_s=deadline_s)
@@ -213,7 +217,37 @@ class KubernetesBackend:
                 raise
         return sandbox
 
+    def _new_name(self) -> str:
+        return f"agentrl-{self.id}-{self._process}{next(self._numbers)}"
+
+    async def _launch(
+        self,
+        start: _Start,
+        spec: SandboxSpec,
+        image: str,
+        prepared: Prepared,
+        session: str,
+        mounts: tuple[Mount, ...],
+        deadline_s: float,
+    ) -> _Launched:
+        """A pod whose agent has answered, within the deadline."""
+        try:
+            async with start.deadline:
+                await self._open()
+                return await self._start(start, spec, image, prepared, session, mounts)
+        except TimeoutError as error:
+            if start.deadline.queued:
+                raise waited_in_vain(start.name) from error
+            if start.no_node is not None:
+                raise _no_node(start.name, start.no_node) from error
+            raise not_ready(
+                start.name, deadline_s, phase=start.phase, place="cluster", more=", or add nodes"
+            ) from error
+
     async def close(self) -> None:
+        if self._pool is not None:
+            for waiting in await self._pool.stop():
+                self._alive(waiting, time.monotonic())  # Ended with the others.
         await asyncio.gather(*(sandbox.close() for sandbox, _ in list(self._live.values())))
         for task in self._tasks:
             task.cancel()
@@ -239,6 +273,76 @@ class KubernetesBackend:
             await self._pods.close()
             self._pods = None
         await self._cluster.close()
+
+    # -- started ahead: see `warm`
+
+    def keep_warm(self, size: int) -> None:
+        """See `warm.Warming`.
+
+        A pod that waits belongs to nobody: its annotations name no session, so that whoever comes after this
+        process ends it. To give it away is one PATCH of its metadata, whose answer is waited for and no
+        watch; what is adopted is found by what that wrote. It keeps its PriorityClass: the scheduler is asked
+        no more, and no class takes the place of a running pod. When no node has room for a sandbox that
+        somebody waits for, those that wait give way. A sandbox that needs folders mounted beside its image is
+        always made.
+        """
+        self._pool = None
+        if size:
+            self._pool = WarmPool(
+                size,
+                make=self._make_warm,
+                end=self._end_warm,
+                alive=lambda waiting: waiting.line.alive,
+                max_age_s=min(WARM_AGE_S, self._max_life_s / 4),  # what is left of its life is its holder's
+            )
+
+    @property
+    def pool(self) -> PoolState | None:
+        return None if self._pool is None else self._pool.state
+
+    async def _handed_out(
+        self, pool: WarmPool[_Launched], spec: SandboxSpec, image: str, session: str, begun: float
+    ) -> LiveSandbox | None:
+        """A pod that waited, probed and given to the session; None: a miss."""
+
+        async def give(found: _Launched) -> LiveSandbox | None:
+            uid = found.pod["metadata"]["uid"]
+            given = {"uid": uid, "labels": _labels(session), "annotations": {_SESSION: session}}
+            path = f"{self._path('pods')}/{found.name}"
+            now = await self._cluster.call(
+                "PATCH", path, phase="adopt", deadline_s=HAND_OUT_DEADLINE_S, body={"metadata": given}
+            )
+            self.pods.note(now)
+            seen, _ = await found.line.call({"op": "probe"}, deadline_s=HAND_OUT_DEADLINE_S)
+            if end_of(now) is not None or seen.get("instance") != found.instance:
+                return None
+            return self._alive(found, begun, warm=True)
+
+        async def end(found: _Launched) -> None:
+            await self._alive(found, begun).close()
+
+        return await pool.hand_out((image, to_json(spec).decode()), give, end)
+
+    async def _make_warm(self, kind: Kind) -> _Launched:
+        image, spec = kind[0], from_json(SandboxSpec, kind[1])
+        prepared = await self._images.require(image)
+        start = _Start(self._new_name(), Deadline(WARM_DEADLINE_S), waits=True)
+        try:
+            made = await self._launch(start, spec, image, prepared, "", (), WARM_DEADLINE_S)
+        except (BoundaryError, OSError):
+            await self._removed(start.name)
+            raise
+        self._waiting.add(made.line)
+        return made
+
+    async def _end_warm(self, waiting: _Launched) -> None:
+        await self._alive(waiting, time.monotonic()).close()
+        await self._removed(waiting.name)
+
+    async def _removed(self, name: str) -> None:
+        """Wait until the cluster no longer has it, nor can still come to have it."""
+        if (removal := self._removals.get(name)) is not None:
+            await asyncio.wait({removal})
 
     # -- opening
 
@@ -309,8 +413,7 @@ class KubernetesBackend:
         prepared: Prepared,
         session: str,
         mounts: tuple[Mount, ...],
-        begun: float,
-    ) -> LiveSandbox:
+    ) -> _Launched:
         archive = await self._images.archive(image, prepared, tuple(m.source for m in mounts))
         name, token = start.name, self._token(start.name)
         limits: tuple[str, ...] = ("memory", "pids", "cpu", "disk")
@@ -322,7 +425,7 @@ class KubernetesBackend:
             labels={
                 LABEL: "sandbox",
                 f"{LABEL}.backend": self.id,
-                f"{LABEL}.session": _label(session),
+                **_labels(session),
             },
             annotations={
                 _SESSION: session,
@@ -338,6 +441,7 @@ class KubernetesBackend:
             place_mib=archive.place_mib,
             by_network=self.reach == "pod",
             sized=self._sized,
+            waits=start.waits,
             placement=self._placement,
         )
         line: Line | None = None
@@ -359,20 +463,23 @@ class KubernetesBackend:
             if isinstance(error, SandboxLost):
                 raise _at_start(error, start.phase) from error
             raise
+        return _Launched(pod, line, hello["instance"], image, spec, limits)
+
+    def _alive(self, launched: _Launched, begun: float, *, warm: bool = False) -> LiveSandbox:
+        """The sandbox behind a line to its agent."""
+        name, line = launched.name, launched.line
+        self._waiting.discard(line)
         info = SandboxInfo(
             id=name,
             backend=self.name,
             isolation=self.isolation,
-            image_digest=image,
-            instance=hello["instance"],
-            spec=spec,
-            limits_enforced=limits,
+            image_digest=launched.image,
+            instance=launched.instance,
+            spec=launched.spec,
+            limits_enforced=launched.limits,
             ready_ms=(time.monotonic() - begun) * 1000,
+            warm=warm,
         )
-        return self._alive(info, line)
-
-    def _alive(self, info: SandboxInfo, line: Line) -> LiveSandbox:
-        name = info.id
 
         async def end() -> None:
             self._live.pop(name, None)
@@ -391,6 +498,7 @@ class KubernetesBackend:
         self._secret = _kept_secret(self._state / "owners" / f"{self.id}.key")
 
     async def adopt(self, session: str) -> LiveSandbox | None:
+        begun = time.monotonic()
         await self._open()
         await self.pods.look()
         for name in self.pods.names():
@@ -398,7 +506,7 @@ class KubernetesBackend:
             if pod is None or name in self._live or name in self._removals:
                 continue
             said = pod["metadata"].get("annotations") or {}
-            if said.get(_SESSION) != session or not ready(pod) or end_of(pod) is not None:
+            if not session or said.get(_SESSION) != session or not ready(pod) or end_of(pod) is not None:
                 continue
             line = self._line(pod, self._token(name))
             try:
@@ -407,17 +515,15 @@ class KubernetesBackend:
                 line.close()
                 self.pods.forget(name)
                 continue
-            info = SandboxInfo(
-                id=name,
-                backend=self.name,
-                isolation=self.isolation,
-                image_digest=said[_IMAGE],
-                instance=hello["instance"],
-                spec=from_json(SandboxSpec, said[_SPEC]),
-                limits_enforced=tuple(said[_LIMITS].split(",")),
-                ready_ms=0.0,
+            found = _Launched(
+                pod,
+                line,
+                hello["instance"],
+                said[_IMAGE],
+                from_json(SandboxSpec, said[_SPEC]),
+                tuple(said[_LIMITS].split(",")),
             )
-            return self._alive(info, line)
+            return self._alive(found, begun)
         return None
 
     async def forget(self) -> int:
@@ -512,6 +618,11 @@ class KubernetesBackend:
                 waited_s = 0.0 if waits_since is None else time.monotonic() - waits_since
                 if start.no_node is not None and self._live:  # Room comes when one of ours ends.
                     start.deadline.postpone(time.monotonic() - looked)
+                if start.no_node is not None and not start.waits and self._pool is not None:
+                    spare = self._pool.give_way()
+                    if spare is not None:
+                        await self._alive(spare, time.monotonic()).close()
+                        continue
                 if start.no_node is not None and waited_s > self._unschedulable_s and not self._live:
                     raise _no_node(name, start.no_node)
                 if time.monotonic() - heard > DOUBT_S and not done.done():
@@ -605,7 +716,8 @@ class KubernetesBackend:
             await asyncio.sleep(self._lease_s / 3)
             body = {"metadata": {"annotations": {_ALIVE: self._alive_until()}}}
             path = f"{self._path('configmaps')}/{self._owner['name']}"
-            silent = [line for _, line in self._live.values() if line.silent_s > self._lease_s / 4]
+            lines = [*(line for _, line in self._live.values()), *self._waiting]
+            silent = [line for line in lines if line.silent_s > self._lease_s / 4]
             await asyncio.gather(
                 _quiet(
                     self._cluster.insist(
@@ -833,12 +945,30 @@ async def _may(cluster: Cluster, namespace: str, kind: str, sub: str, verb: str)
     return bool(answer["status"]["allowed"])
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A pod whose agent has answered: what of it becomes a sandbox."""
+
+    pod: Json
+    line: Line
+    instance: str
+    image: str
+    spec: SandboxSpec
+    limits: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.pod["metadata"]["name"])
+
+
 class _Start:
     """One start under way: its pod's name, its deadline, and what it waits for."""
 
-    def __init__(self, name: str, deadline: Deadline) -> None:
+    def __init__(self, name: str, deadline: Deadline, *, waits: bool = False) -> None:
         self.name = name
         self.deadline = deadline
+        self.waits = waits
+        """Nobody waits for it: it is started ahead."""
         self.phase = "prepare"
         self.asked = False
         """The cluster may have made the pod, or may still be about to."""
@@ -886,6 +1016,11 @@ def _label(text: str) -> str:
     """A session's id as a label's value: at most 63 characters of few kinds; the whole is an annotation."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:40].strip("._-")
     return f"{plain}.{hashlib.sha256(text.encode()).hexdigest()[:12]}".lstrip(".")
+
+
+def _labels(session: str) -> dict[str, str]:
+    """What changes of a pod's labels when it is given to a session; empty while it is nobody's."""
+    return {f"{LABEL}.session": _label(session) if session else ""}
 
 
 def _checked(answer: tuple[Json, bytes], start: _Start) -> None:

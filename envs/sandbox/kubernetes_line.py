@@ -232,6 +232,11 @@ class Line:
         return self._wire is not None
 
     @property
+    def alive(self) -> bool:
+        """Nothing is known of its end."""
+        return not self._closed and self._pod_lost is None and self._agent_lost is None
+
+    @property
     def silent_s(self) -> float:
         """How long nothing was sent."""
         return time.monotonic() - self._used_at
@@ -260,7 +265,7 @@ class Line:
     def post(self, header: Header, body: bytes = b"") -> None:
         """Ask for something whose answer nobody waits for; it is asked again like any other. Does nothing
         when the sandbox is gone."""
-        if not self._closed and self._pod_lost is None and self._agent_lost is None:
+        if self.alive:
             self._ask(header, body, None)
 
     async def renew(self) -> None:

@@ -64,7 +64,8 @@ class Placement:
     """`pod`: the witness closes the pod's network (needs NET_ADMIN while it prepares); `policy`: the cluster
     enforces a NetworkPolicy, and verdicts do not claim that the kernel holds the network closed."""
     priority: str | None = None
-    """Prefix of two PriorityClasses, `<prefix>-live` and `<prefix>-verifier`; None: the cluster's default."""
+    """Prefix of the PriorityClasses `<prefix>-verifier`, `<prefix>-live` and `<prefix>-warm`; None: the
+    cluster's default."""
     runtime_class: str | None = None
     pull_secret: str | None = None
 
@@ -106,6 +107,9 @@ class Wanted:
     max_life_s: float
     mounts: tuple[str, ...] = ()
     """Targets of read-only folders."""
+    waits: bool = False
+    """It is started before anyone asks for it. The class of a pod can not be changed: it stays when somebody
+    does."""
     place_mib: int = 64
     """Of node disk, for what is laid into the pod."""
     by_network: bool = False
@@ -181,7 +185,7 @@ def manifest(wanted: Wanted) -> dict[str, Any]:
         ],
     }
     if placement.priority is not None:
-        kind = "verifier" if wanted.mounts else "live"
+        kind = "warm" if wanted.waits else "verifier" if wanted.mounts else "live"
         pod["priorityClassName"] = f"{placement.priority}-{kind}"
     if placement.runtime_class is not None:
         pod["runtimeClassName"] = placement.runtime_class

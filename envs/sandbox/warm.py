@@ -20,13 +20,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
+from agentrl.errors import BoundaryError
+
 LOOK_S = 5.0
 """Between two looks at those that wait, when nobody asks."""
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 """After a start that failed."""
 
+WAY_S = 30.0
+"""After one gave way to somebody who needed its room."""
+
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 T = TypeVar("T")
 Kind = tuple[str, str]
 """Digest of the image, and the spec as canonical JSON."""
@@ -94,6 +100,7 @@ class WarmPool(Generic[T]):
         """The oldest first."""
         self._making = 0
         self._failed = 0
+        self._rests_until = 0.0
         self._stirred = asyncio.Event()
         self._filler: asyncio.Task[None] | None = None
 
@@ -123,6 +130,37 @@ class WarmPool(Generic[T]):
                 self._ready.remove(each)
                 return each.one
         return None
+
+    async def hand_out(
+        self, kind: Kind, give: Callable[[T], Awaitable[R | None]], end: Callable[[T], Awaitable[None]]
+    ) -> R | None:
+        """One of this kind as `give` makes it the asker's: None there, or an error of the world's, says that
+        it is fit no more, and it is ended. None: a miss."""
+        self.ask(kind)
+        while (found := self.take(kind)) is not None:
+            try:
+                given = await give(found)
+            except (BoundaryError, OSError):  # It died, or does not answer.
+                given = None
+            except BaseException:
+                await end(found)
+                raise
+            if given is not None:
+                self.hits += 1
+                return given
+            self.discarded += 1
+            await end(found)
+        self.misses += 1
+        return None
+
+    def give_way(self) -> T | None:
+        """The oldest that waits, whose room somebody needs; it is the caller's to end, and for `WAY_S` none
+        is made. None: there is none."""
+        self._rests_until = time.monotonic() + WAY_S
+        if not self._ready:
+            return None
+        self.discarded += 1
+        return self._ready.pop(0).one
 
     async def stop(self) -> tuple[T, ...]:
         """Make no more. Returns what is left; it is the caller's to end."""
@@ -186,6 +224,8 @@ class WarmPool(Generic[T]):
 
     def _short(self) -> Kind | None:
         """The kind of which one is lacking, the one asked for last first."""
+        if time.monotonic() < self._rests_until:
+            return None
         have = Counter(each.kind for each in self._ready)
         wanted = self._wanted()
         return next((k for k, _ in reversed(self._asked) if have[k] < wanted[k]), None)

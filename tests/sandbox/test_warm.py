@@ -150,6 +150,69 @@ def test_what_can_not_be_started_is_not_tried_again_until_somebody_asks_for_it(
     asyncio.run(run())
 
 
+def test_it_is_handed_out_by_whoever_can_give_it_and_ended_when_it_can_not_be_given() -> None:
+    async def run() -> None:
+        place = Place(size=2)
+        pool = place.pool()
+        for _ in range(2):
+            pool.ask(A)
+        await settled()
+        first, second = place.made
+
+        async def give(thing: Thing) -> str | None:
+            if thing is first:
+                raise SandboxError("It does not answer.")
+            return f"{thing.number} is yours"
+
+        assert await pool.hand_out(A, give, place.end) == "1 is yours"
+        assert place.ended == [first]
+
+        async def never(thing: Thing) -> str | None:
+            return None
+
+        await settled()
+        assert await pool.hand_out(A, never, place.end) is None
+        assert (pool.hits, pool.misses, pool.discarded) == (1, 1, 3)
+        await settled()
+        with pytest.raises(asyncio.CancelledError):
+            await pool.hand_out(A, cancelled, place.end)
+        assert second not in place.ended
+        await pool.stop()
+
+    async def cancelled(thing: Thing) -> str | None:
+        raise asyncio.CancelledError
+
+    asyncio.run(run())
+
+
+def test_the_oldest_gives_way_and_none_is_made_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(warm, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(warm, "LOOK_S", 0.01)
+
+    async def run() -> None:
+        nonlocal now
+        place = Place(size=2)
+        pool = place.pool()
+        for _ in range(2):
+            pool.ask(A)
+        await settled()
+        assert pool.give_way() is place.made[0]
+        pool.ask(A)
+        await settled()
+        assert (len(place.made), pool.state.ready, pool.state.discarded) == (2, 1, 1)
+        now += warm.WAY_S
+        pool.ask(A)
+        await settled()
+        assert (len(place.made), pool.state.ready) == (3, 2)
+        for _ in range(2):
+            assert pool.give_way() is not None
+        assert pool.give_way() is None
+        await pool.stop()
+
+    asyncio.run(run())
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     size=st.integers(1, 4),
