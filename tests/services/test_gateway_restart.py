@@ -289,7 +289,9 @@ def test_an_id_that_was_used_before_a_restart_is_not_another_commands_after_it(p
                 )
 
             waiting = shell("w", "trap 'echo caught' USR1; echo on; while [ ! -e go ]; do sleep 0.05; done")
-            first, seen = await client.send(shell("e", "echo 1")), await client.send(tool("c", "echo 2"))
+            count = "echo >> n; wc -l < n"
+            first, seen = await client.send(shell("e", "echo 1")), await client.send(tool("c", count))
+            await client.send(tool("d", "true"))
             token = {"Authorization": f"Bearer {TOKENS['ada']}", "Content-Type": "application/json"}
             async with httpx.AsyncClient(base_url=process.url, headers=token) as http:
                 assert (await http.post(f"{waiting.path}?wait_s=0", content=waiting.body)).status_code == 202
@@ -303,7 +305,7 @@ def test_an_id_that_was_used_before_a_restart_is_not_another_commands_after_it(p
             assert (await client.send(hit)).running, "as it was answered then"
             again = await client.send(shell("e", "echo 1"))
             assert again.model_copy(update={"queue_ms": first.queue_ms}) == first
-            assert (await client.send(tool("c", "echo 2")))[0].text == seen[0].text
+            assert (await client.send(tool("c", count)))[0].text == seen[0].text == "1\n"
             async with httpx.AsyncClient(base_url=process.url, headers=token) as http:
                 # From here on the gateway holds a command whose words it was never told.
                 told = await http.get(f"/v1/sessions/{view.id}/exec/e", params={"wait_s": 30})
@@ -313,6 +315,7 @@ def test_an_id_that_was_used_before_a_restart_is_not_another_commands_after_it(p
                 (shell("e", "echo 3"), "exec_id_reused"),
                 (shell("w", "true"), "exec_id_reused"),
                 (tool("c", "echo 3"), "call_id_reused"),
+                (tool("d", "false"), "call_id_reused"),  # not asked for again since
                 (replace(hit, body=other), "signal_id_reused"),
             ):
                 with pytest.raises(SandboxError) as refused:
