@@ -40,7 +40,17 @@ from envs.sandbox.kubernetes_ends import DELETED, WITNESS, end_of, ended, image_
 from envs.sandbox.kubernetes_ends import unschedulable as why_unschedulable
 from envs.sandbox.kubernetes_images import Archive, KubernetesImages, Prepared
 from envs.sandbox.kubernetes_line import Dropped, ExecWire, Line, Received, Wire, dial_tcp
-from envs.sandbox.kubernetes_pod import LABEL, PORT, SIZED_SINCE, TOOLS, Placement, Wanted, manifest
+from envs.sandbox.kubernetes_pod import (
+    LABEL,
+    PORT,
+    SIZED_SINCE,
+    TOOLS,
+    Placement,
+    Wanted,
+    altered,
+    loosened,
+    manifest,
+)
 from envs.sandbox.kubernetes_watch import Pods
 from envs.sandbox.live import LiveSandbox
 from envs.sandbox.pressure import Deadline, Pressure, not_ready, waited_in_vain
@@ -240,6 +250,14 @@ class KubernetesBackend:
                 raise waited_in_vain(start.name) from error
             if start.no_node is not None:
                 raise _no_node(start.name, start.no_node) from error
+            if start.said is not None and start.phase == "create":
+                raise SandboxError(
+                    f"The cluster did not make sandbox {start.name} within {deadline_s:g} s;"
+                    f" it said: {start.said}",
+                    fix="See what it says; where it is overloaded start fewer sandboxes at once.",
+                    code="start_timeout",
+                    phase="create",
+                ) from error
             raise not_ready(
                 start.name, deadline_s, phase=start.phase, place="cluster", more=", or add nodes"
             ) from error
@@ -358,30 +376,44 @@ class KubernetesBackend:
             await self._cluster.connect()
             self._namespace = self._placement.namespace or self._cluster.default_namespace
             self._sized = _version(await self._ask("GET", "/version", "version")) >= SIZED_SINCE
-            tools = await asyncio.to_thread(_tools)
-            body = {
-                "apiVersion": "v1",
-                "kind": "ConfigMap",
-                "metadata": {
-                    "name": f"agentrl-{self.id}",
-                    "labels": {LABEL: "backend", f"{LABEL}.backend": self.id},
-                    "annotations": {_ALIVE: self._alive_until()},
-                },
-                "data": tools,
-            }
-            try:
-                made = await self._ask("POST", self._path("configmaps"), "open", body)
-            except ApiRefused as refused:
-                if refused.status != 409:
-                    raise _namespaced(refused, self._namespace) from refused
-                # Ours: the answer was lost, or an earlier process of the same owner made it.
-                made = await self._ask("PATCH", f"{self._path('configmaps')}/agentrl-{self.id}", "open", body)
-            self._owner = {"name": made["metadata"]["name"], "uid": made["metadata"]["uid"]}
+            await self._make_owner()
             selector = f"{LABEL}.backend={self.id}"
             self._pods = Pods(self._cluster, self._path("pods"), selector, **self._watching)
             self._pods.start()
             loop = asyncio.get_running_loop()
             self._tasks = [loop.create_task(self._renew()), loop.create_task(_quiet(self.reap()))]
+
+    async def _make_owner(self) -> None:
+        """What our pods belong to, and take their tools from."""
+        body = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": f"agentrl-{self.id}",
+                "labels": {LABEL: "backend", f"{LABEL}.backend": self.id},
+                "annotations": {_ALIVE: self._alive_until()},
+            },
+            "data": await asyncio.to_thread(_tools),
+        }
+        try:
+            made = await self._ask("POST", self._path("configmaps"), "open", body)
+        except ApiRefused as refused:
+            if refused.status != 409:
+                raise _create_refused(refused, self._namespace) from refused
+            # Ours: the answer was lost, or an earlier process of the same owner made it.
+            made = await self._ask("PATCH", f"{self._path('configmaps')}/agentrl-{self.id}", "open", body)
+        self._owner = {"name": made["metadata"]["name"], "uid": made["metadata"]["uid"]}
+
+    async def _say_alive(self) -> None:
+        """Renew what our pods belong to. Where it is gone (this process slept longer than its lease, and
+        another swept it; somebody deleted it) it is made anew, or every later pod would go at once."""
+        body = {"metadata": {"annotations": {_ALIVE: self._alive_until()}}}
+        path = f"{self._path('configmaps')}/{self._owner['name']}"
+        try:
+            await self._cluster.insist("PATCH", path, phase="lease", deadline_s=self._lease_s / 3, body=body)
+        except ApiRefused as refused:
+            if refused.status == 404:
+                await self._make_owner()
 
     async def _ask(self, method: str, path: str, phase: str, body: Json | None = None) -> Json:
         return await self._cluster.insist(
@@ -447,8 +479,14 @@ class KubernetesBackend:
         line: Line | None = None
         try:
             start.phase = "create"
+            asked = manifest(wanted)
             async with start.deadline.turn(self.pressure):
-                pod = await self._create_pod(start, manifest(wanted))
+                pod = await self._create_pod(start, asked)
+                why = altered(asked, pod)
+                if why is not None:
+                    raise _altered(name, why)
+                wider = loosened(asked, pod)
+                limits = tuple(limit for limit in limits if limit not in wider)
                 pod = await self._await_ready(start, pod)
             self._pin_image(image, pod, name)
             start.phase = "agent"
@@ -557,10 +595,15 @@ class KubernetesBackend:
                 if found is not None:
                     return found
             except ApiRefused as refused:
+                start.said = refused.message
                 if refused.reason == "AlreadyExists":
                     found = await self._find(start)
                     if found is not None:
                         return found
+                elif _over_quota(refused) and await self._made_room(start):
+                    pass
+                elif _over_quota(refused) and not start.waits and (self._live or self._removals):
+                    start.deadline.postpone(pause)  # Room comes when one of ours ends.
                 elif refused.passing:
                     wait_s = refused.pause_s or pause
                 elif refused.status == 409:
@@ -569,6 +612,13 @@ class KubernetesBackend:
                     raise _create_refused(refused, self._namespace) from refused
             await asyncio.sleep(wait_s)
             pause = min(2 * pause, 5.0)
+
+    async def _made_room(self, start: _Start) -> bool:
+        """Whether a pod that waits for nobody gave way to one that somebody waits for."""
+        spare = None if start.waits or self._pool is None else self._pool.give_way()
+        if spare is not None:
+            await self._alive(spare, time.monotonic()).close()
+        return spare is not None
 
     async def _find(self, start: _Start) -> Json | None:
         with contextlib.suppress(ApiUnknown, ApiRefused):
@@ -618,11 +668,8 @@ class KubernetesBackend:
                 waited_s = 0.0 if waits_since is None else time.monotonic() - waits_since
                 if start.no_node is not None and self._live:  # Room comes when one of ours ends.
                     start.deadline.postpone(time.monotonic() - looked)
-                if start.no_node is not None and not start.waits and self._pool is not None:
-                    spare = self._pool.give_way()
-                    if spare is not None:
-                        await self._alive(spare, time.monotonic()).close()
-                        continue
+                if start.no_node is not None and await self._made_room(start):
+                    continue
                 if start.no_node is not None and waited_s > self._unschedulable_s and not self._live:
                     raise _no_node(name, start.no_node)
                 if time.monotonic() - heard > DOUBT_S and not done.done():
@@ -714,16 +761,10 @@ class KubernetesBackend:
 
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            body = {"metadata": {"annotations": {_ALIVE: self._alive_until()}}}
-            path = f"{self._path('configmaps')}/{self._owner['name']}"
             lines = [*(line for _, line in self._live.values()), *self._waiting]
             silent = [line for line in lines if line.silent_s > self._lease_s / 4]
             await asyncio.gather(
-                _quiet(
-                    self._cluster.insist(
-                        "PATCH", path, phase="lease", deadline_s=self._lease_s / 3, body=body
-                    )
-                ),
+                _quiet(self._say_alive()),
                 *(tell(line) for line in silent),
             )
 
@@ -974,6 +1015,8 @@ class _Start:
         """The cluster may have made the pod, or may still be about to."""
         self.no_node: str | None = None
         """Why no node takes it, as the scheduler says; None when one did."""
+        self.said: str | None = None
+        """Why the server refused last to make it."""
 
     def left(self) -> float:
         return self.deadline.left()
@@ -1062,9 +1105,14 @@ def _namespaced(refused: ApiRefused, namespace: str) -> SandboxError:
     )
 
 
+def _over_quota(refused: ApiRefused) -> bool:
+    return refused.status == 403 and "exceeded quota" in refused.message
+
+
 def _create_refused(refused: ApiRefused, namespace: str) -> SandboxError:
+    """A refusal to make something, named for whoever can do something about it."""
     text = refused.message
-    if refused.status == 403 and "exceeded quota" in text:
+    if _over_quota(refused):
         return SandboxError(
             text,
             fix="Run fewer sandboxes at once, or raise the namespace's quota.",
@@ -1072,14 +1120,57 @@ def _create_refused(refused: ApiRefused, namespace: str) -> SandboxError:
             phase="create",
             evidence=refused.evidence,
         )
-    if refused.status == 403 and "PriorityClass" in text:
-        fix = "Apply deploy/kubernetes/priorities.yaml, or unset AGENTRL_KUBERNETES_PRIORITY."
-    elif refused.status == 403 and ("violates PodSecurity" in text or "unable to validate" in text):
-        fix = "Use a namespace that allows what a sandbox needs: deploy/kubernetes/namespace.yaml."
-    else:
-        return _namespaced(refused, namespace)
+    for words, code, fix in _REFUSALS:
+        if refused.status in (400, 403, 422) and words in text:
+            return SandboxError(
+                text,
+                fix=fix,
+                code=code,
+                phase="create",
+                retryable=False,
+                evidence=refused.evidence,
+            )
+    return _namespaced(refused, namespace)
+
+
+_ALLOWING = "Use a namespace that allows what a sandbox needs: deploy/kubernetes/namespace.yaml."
+_REFUSALS = (
+    (
+        "PriorityClass",
+        "forbidden",
+        "Apply deploy/kubernetes/priorities.yaml, or unset AGENTRL_KUBERNETES_PRIORITY.",
+    ),
+    ("violates PodSecurity", "forbidden", _ALLOWING),
+    ("unable to validate against any pod security policy", "forbidden", _ALLOWING),
+    ("unable to validate", "forbidden", _ALLOWING),
+    (
+        "is being terminated",
+        "namespace_ending",
+        "Wait until it is gone and create it again, or set AGENTRL_KUBERNETES_NAMESPACE to another.",
+    ),
+    (
+        "denied the request",
+        "admission_refused",
+        "A webhook of the cluster refuses sandboxes: exempt the namespace, or change its rule.",
+    ),
+    (
+        "usage per ",
+        "limit_range",
+        "The namespace's LimitRange allows less: lower the task's limits, or raise it.",
+    ),
+    ("RuntimeClass", "forbidden", "Create it, or unset AGENTRL_KUBERNETES_RUNTIME_CLASS."),
+)
+"""What a refusal says, its code, and what to do."""
+
+
+def _altered(name: str, why: str) -> SandboxError:
     return SandboxError(
-        text, fix=fix, code="forbidden", phase="create", retryable=False, evidence=refused.evidence
+        f"The cluster made another pod than was asked for sandbox {name}: {why}.",
+        fix="Exempt the namespace from the webhook or the LimitRange that changes its pods.",
+        code="pod_altered",
+        phase="create",
+        retryable=False,
+        evidence={"altered": why},
     )
 
 

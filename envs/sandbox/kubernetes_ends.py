@@ -29,12 +29,22 @@ _DISRUPTIONS = {
     "TerminationByKubelet": "evicted",
 }
 """Reasons of the condition DisruptionTarget (Kubernetes 1.26 and later)."""
-_IMAGE = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
+_IMAGE = frozenset(
+    {
+        *("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"),
+        *("ImageInspectError", "RegistryUnavailable", "SignatureValidationFailed"),
+    }
+)
 _MISSING = re.compile(
     "not found|manifest unknown|does not exist|access denied|InvalidImageName|couldn't parse|not present",
     re.I,
 )
-_STARTING = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_STARTING = frozenset(
+    {
+        *("CreateContainerConfigError", "CreateContainerError", "RunContainerError"),
+        *("PreCreateHookError", "PreStartHookError", "PostStartHookError", "CrashLoopBackOff"),
+    }
+)
 _NO_PROGRAM = re.compile(r"executable file not found|no such file or directory", re.I)
 
 

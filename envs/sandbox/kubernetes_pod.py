@@ -16,6 +16,7 @@ import base64
 import json
 import os
 import platform
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -262,3 +263,65 @@ def _mount(volume: str, path: str, sub_path: str | None = None, *, read_only: bo
 
 def _memory(name: str, mib: int) -> dict[str, Any]:
     return {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": f"{mib}Mi"}}
+
+
+# ------------------------------------------------------------------------------ what the cluster made of it
+
+_KEPT = ("restartPolicy", "automountServiceAccountToken", "activeDeadlineSeconds", "dnsPolicy")
+_NEVER = ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace")
+_HELD = ("privileged", "allowPrivilegeEscalation", "readOnlyRootFilesystem", "runAsUser", "capabilities")
+_QUANTITY = re.compile(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([numkMGTPE]?|[KMGTPE]i)")
+_UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3}
+_UNITS |= {letter: 1e3 ** (at + 2) for at, letter in enumerate("MGTPE")}
+_UNITS |= {f"{letter}i": 1024.0 ** (at + 1) for at, letter in enumerate("KMGTPE")}
+
+
+def quantity(text: str) -> float:
+    """A quantity as Kubernetes writes them. Raises ValueError."""
+    found = _QUANTITY.fullmatch(str(text))
+    if found is None:
+        raise ValueError(f"{text!r} is no quantity")
+    return float(found.group(1)) * _UNITS[found.group(2)]
+
+
+def altered(asked: dict[str, Any], made: dict[str, Any]) -> str | None:
+    """What somebody between us and the cluster (an admission webhook, a LimitRange) changed of a pod that a
+    sandbox can not do with; None: nothing. Another image name is none of it: images are told by their ids."""
+    want, have = asked["spec"], made["spec"]
+    for key in _KEPT:
+        if key in want and have.get(key) != want[key]:
+            return f"{key} is {have.get(key)!r}, not {want[key]!r}"
+    for key in _NEVER:
+        if have.get(key):
+            return f"{key} is set"
+    wanted = {container["name"]: container for container in want["containers"]}
+    found = {container["name"]: container for container in have.get("containers") or ()}
+    others = sorted({*found, *(c["name"] for c in have.get("initContainers") or ())} - set(wanted))
+    if others or set(found) != set(wanted):
+        return f"its containers are {', '.join(sorted({*found, *others}))}"
+    for name, container in wanted.items():
+        for key in _HELD:
+            now = (found[name].get("securityContext") or {}).get(key)
+            if now != container["securityContext"].get(key):
+                return f"{key} of its container {name} is {now!r}"
+        if found[name].get("command") != container["command"]:
+            return f"the command of its container {name} is another"
+        limits = (found[name].get("resources") or {}).get("limits") or {}
+        for key, amount in container["resources"]["limits"].items():
+            if key in limits and quantity(limits[key]) < quantity(amount):
+                return f"the limit of {key} of its container {name} is {limits[key]}, not {amount}"
+    return None
+
+
+def loosened(asked: dict[str, Any], made: dict[str, Any]) -> frozenset[str]:
+    """Limits, by the names of `SandboxInfo.limits_enforced`, that the cluster made wider or left out: the
+    kernel does not hold what the task says, and nobody may claim that it does."""
+    found = {container["name"]: container for container in made["spec"]["containers"]}
+    names = {"memory": "memory", "cpu": "cpu", "ephemeral-storage": "disk"}
+    wider = set()
+    for container in asked["spec"]["containers"]:
+        limits = (found[container["name"]].get("resources") or {}).get("limits") or {}
+        for key, amount in container["resources"]["limits"].items():
+            if key not in limits or quantity(limits[key]) > quantity(amount):
+                wider.add(names[key])
+    return frozenset(wider)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,8 @@ from typing_extensions import TypedDict
 
 from envs.sandbox.kubernetes_api import ApiRefused, ApiUnknown, Cluster, Gone
 
+log = logging.getLogger(__name__)
+
 Listener = Callable[[dict[str, Any] | None], None]
 
 LASTING_S = 300
@@ -27,7 +31,10 @@ SILENCE_S = 90.0
 """The server sends a bookmark about once a minute; a watch without any is cut off somewhere."""
 LIST_DEADLINE_S = 20.0
 PAGE = 500
-MAX_PAUSE_S = 5.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
+CALM_S = 2.0
+"""A watch that ends sooner, however it ends, is not asked for again at once: a server or something between
+may end each one."""
 KEPT_GONE = 4096
 """Pods that are known to be gone, so that an answer that was on its way does not bring them back."""
 
@@ -161,19 +168,27 @@ class Pods:
         await asyncio.shield(self._looking)
 
     async def _run(self) -> None:
-        pause = 0.1
+        pause = FIRST_PAUSE_S
         while True:
+            begun = time.monotonic()
             try:
                 if not self._version:
                     await self.look()
-                pause = 0.1
                 await self._follow()
-                continue
             except Gone:
                 self.counts.gone += 1
                 self._version = ""
             except (ApiUnknown, ApiRefused):
                 self.counts.cuts += 1
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                # The boundary to what a server sends: whatever it was, nobody may be left without news.
+                log.error("news of pods could not be understood, listing them again", exc_info=error)
+                self.counts.cuts += 1
+                self._version = ""
+            if time.monotonic() - begun > CALM_S:
+                pause = FIRST_PAUSE_S
+                if self._version:
+                    continue  # A watch that has lasted is taken up at once.
             await asyncio.sleep(pause * (1 + random.random()))
             pause = min(2 * pause, MAX_PAUSE_S)
 

@@ -215,8 +215,10 @@ class PrivateEngine:
         for stale in ("pid", "exec/containerd/containerd.pid"):  # Of a killed one: it may name a zombie.
             (self.folder / stale).unlink(missing_ok=True)
         with (self.folder / "log").open("ab") as log:
+            # In a network of its own: without a bridge it would take away that of the machine's engine.
+            daemon = ["unshare", "--net", "dockerd", "-H", f"unix://{self.socket}"]
             self._daemon = subprocess.Popen(
-                ["dockerd", "-H", f"unix://{self.socket}", *places, *apart, *runtime, *restore],
+                [*daemon, *places, *apart, *runtime, *restore],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
