@@ -24,6 +24,13 @@ class Backend(StrEnum):
     kubernetes = "kubernetes"
 
 
+class Keeper(StrEnum):
+    """Backends that keep images between sandboxes."""
+
+    local = "local"
+    docker = "docker"
+
+
 class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -78,6 +85,12 @@ tasks = group(
     "agentrl tasks validate tasks",
     "agentrl tasks synth swe-mini --out /tmp/suite --train 20 --heldout 5",
 )
+images = group(
+    "See what images take on the disk, and remove what nobody uses.",
+    "agentrl images list",
+    "agentrl images prune --older-than 30d --dry-run",
+    "agentrl images prune --backend docker --keep-gib 50",
+)
 envs = group(
     "List, show, scaffold and check tool environments.",
     "agentrl envs list",
@@ -116,6 +129,13 @@ Run = Annotated[
     str | None,
     typer.Argument(
         help="Run id or its beginning, name, or folder. Default: the newest run.", show_default=False
+    ),
+]
+StateDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of images; that of a run is sandboxes/ in its folder. Default: one in the home folder.",
+        show_default=False,
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run where it stopped.")]
@@ -518,14 +538,7 @@ def tasks_prepare(
             show_default=False,
         ),
     ] = None,
-    state_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for images; that of a run is sandboxes/ in its folder. Default: one in the home"
-            " folder.",
-            show_default=False,
-        ),
-    ] = None,
+    state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
     """Pull, build or unpack the image of every task now, before a run waits for them.
@@ -690,6 +703,77 @@ def tasks_export(
     from agentrl.cli import formats
 
     formats.export_tasks(format, src, out, as_json=json)
+
+
+# --------------------------------------------------------------------------------------------------- images
+
+KeptBy = Annotated[Keeper, typer.Option(help="Whose images.")]
+
+
+@images.command(
+    "list",
+    epilog=examples(
+        "agentrl images list",
+        "agentrl images list --backend docker --json",
+        "agentrl images list --state-dir runs/mine/sandboxes",
+    ),
+)
+@guarded
+def images_list(
+    backend: KeptBy = Keeper.local,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """List what is kept so that sandboxes can be made of it, the longest unused first.
+
+    Of a Docker engine only images that this program built, loaded, imported or pulled.
+    """
+    from agentrl.cli import images as implementation
+
+    implementation.list_images(str(backend), state_dir, as_json=json)
+
+
+@images.command(
+    "prune",
+    epilog=examples(
+        "agentrl images prune --dry-run",
+        "agentrl images prune --older-than 30d",
+        "agentrl images prune --backend docker --keep-gib 50",
+    ),
+)
+@guarded
+def images_prune(
+    backend: KeptBy = Keeper.local,
+    state_dir: StateDir = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Only what nobody asked for in so long: 90m, 12h, 7d. Default: 7d; 0s with --keep-gib.",
+            show_default=False,
+        ),
+    ] = None,
+    keep_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Only until no more than this is left, the longest unused first.", show_default=False
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Remove images that no sandbox needs and nobody asked for in a while. All can be made or pulled again.
+
+    What a sandbox of any process uses stays, and so does what was asked for in the last 15 minutes, and every
+    image of a Docker engine that this program did not bring to it.
+    """
+    from agentrl.cli import images as implementation
+
+    implementation.prune(
+        str(backend), state_dir, older_than=older_than, keep_gib=keep_gib, dry_run=dry_run, as_json=json
+    )
 
 
 # --------------------------------------------------------------------------------------------------- models
@@ -1020,7 +1104,7 @@ def serve_gateway(
     warm: Annotated[
         int,
         typer.Option(
-            min=0, help="Containers started ahead, for sessions of images that were just used (docker)."
+            min=0, help="Sandboxes started ahead, for images that were just used (docker, kubernetes)."
         ),
     ] = 0,
     name: Annotated[str, typer.Option(help="Gateways that share a store need different names.")] = "gateway",
@@ -1162,6 +1246,7 @@ app.add_typer(trajectories, name="trajectories")
 app.add_typer(runs, name="runs")
 tasks.add_typer(synth, name="synth")
 app.add_typer(tasks, name="tasks")
+app.add_typer(images, name="images")
 app.add_typer(envs, name="envs")
 app.add_typer(model, name="model")
 app.add_typer(bench, name="bench")

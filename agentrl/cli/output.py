@@ -120,6 +120,17 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def size(bytes_: int | None) -> str:
+    """`512 B`, `3.4 MiB`, `1.2 GiB`."""
+    if bytes_ is None:
+        return "–"
+    value, units = float(bytes_), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        del units[0]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
 def moment(unix: float | None) -> str:
     """Local time to the second."""
     return "–" if unix is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))

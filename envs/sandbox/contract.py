@@ -321,8 +321,8 @@ class StockItem:
     id: str
     """By which it is discarded; means nothing elsewhere."""
     kind: StockKind
-    bytes: int
-    """On the disk; of an engine's image, layers that it shares with others included."""
+    bytes: int | None
+    """On the disk; of an engine's image, layers that it shares with others included. None: not asked for."""
     used_at: float
     """When a sandbox or a task last asked for it, in Unix seconds."""
     users: int
@@ -335,8 +335,9 @@ class StockItem:
 class Stocking(Protocol):
     """A backend that keeps images between sandboxes, and can let go of them. Optional beside `Backend`."""
 
-    async def stock(self) -> tuple[StockItem, ...]:
-        """All that it keeps, whoever made it, the longest unused first."""
+    async def stock(self, *, sizes: bool) -> tuple[StockItem, ...]:
+        """All that it keeps, whoever made it, the longest unused first. With `sizes` every file is looked
+        at."""
         ...
 
     async def discard(self, item: StockItem, *, unused_s: float) -> bool:

@@ -40,14 +40,16 @@ from envs.sandbox import namespaces as ns
 from envs.sandbox.agent import Inbox, frames
 from envs.sandbox.cgroups import RESERVED_MEMORY_MIB
 from envs.sandbox.channel import Channel, last_words
-from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
+from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo, StockItem, StockKind
 from envs.sandbox.diff import diff_overlay
 from envs.sandbox.docker_disk import HOME, POLICY_ID
-from envs.sandbox.docker_images import PYTHON, TOOLS, DockerImages, Prepared
+from envs.sandbox.docker_images import ENGINES, PYTHON, TOOLS, DockerImages, Prepared
 from envs.sandbox.engine import API, PING_DEADLINE_S, Engine, EngineRefused, EngineUnknown, socket_path
-from envs.sandbox.images import require_room, short_of_room
+from envs.sandbox.images import require_room
 from envs.sandbox.live import LiveSandbox
 from envs.sandbox.pressure import Deadline, Pressure, not_ready, waited_in_vain
+from envs.sandbox.room import Room
+from envs.sandbox.shelf import NOTE, Shelf, held_while, in_order
 from envs.sandbox.warm import Kind, PoolState, WarmPool
 
 P = ParamSpec("P")
@@ -78,6 +80,12 @@ WARM_AGE_S = 3600.0
 WARM_DEADLINE_S = 120.0
 HAND_OUT_DEADLINE_S = 5.0
 """For a container that waited to show that it is as it was."""
+KEPT: dict[str, StockKind] = {
+    "images/dir-*": "workspace",
+    "images/mount-*": "mount",
+    "workdirs/[0-9a-f]*": "workdir",
+}
+"""What is kept below the state folder, beside the engine's own images."""
 _LOOK_S = 0.25
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -114,7 +122,10 @@ class DockerBackend:
             owner=(POLICY_ID, POLICY_ID) if os.geteuid() == 0 else None,
             base_image=base_image,
             pressure=self.pressure,
+            require_room=self._require_room,
         )
+        self._shelf = Shelf(state, KEPT, counts=lambda _: True)  # containers outlive whoever holds a lock
+        self._room = Room(self, self._disks)
         self._lease_s = lease_s
         self._orphan_grace_s = orphan_grace_s
         self._folder = state / "run" / self.id
@@ -147,8 +158,33 @@ class DockerBackend:
 
     def short_of(self) -> str | None:
         """See `contract.Short`: the disks of the state folder and of the engine, where that is here."""
+        return self._room.short_of()
+
+    def _disks(self) -> list[Path]:
         root = (self._facts or {}).get("DockerRootDir")
-        return short_of_room(self._state, *([] if not root else [Path(root)]))
+        return [self._state, *([] if not root else [Path(root)])]
+
+    def _require_room(self) -> None:
+        for disk in self._disks():
+            require_room(disk)
+
+    async def has(self, environment_dir: str) -> bool:
+        """See `contract.Foreseeing`."""
+        return await self._images.has(environment_dir)
+
+    async def stock(self, *, sizes: bool) -> tuple[StockItem, ...]:
+        """See `contract.Stocking`. Of the engine's images only those that this program brought to it."""
+        await self._know()
+        if sizes:  # Somebody asks who has time: folders of dead backends need nothing.
+            await self.reap()
+        here = await asyncio.to_thread(self._shelf.stock, sizes=sizes)
+        return in_order([*here, *await self._images.stock(self._disks()[-1])])
+
+    async def discard(self, item: StockItem, *, unused_s: float) -> bool:
+        """See `contract.Stocking`."""
+        if item.id.startswith(ENGINES):
+            return await self._images.discard(item, unused_s=unused_s)
+        return await asyncio.to_thread(self._shelf.discard, item.id, unused_s=unused_s)
 
     def check(self) -> None:
         """Ask the engine, waiting for it, whether sandboxes can be made. Raises `SandboxError` with the
@@ -156,7 +192,8 @@ class DockerBackend:
         examine(self._engine.path)
 
     async def prepare(self, environment_dir: str) -> str:
-        return await self._images.prepare(environment_dir)
+        await self._know()
+        return await self._room.making(lambda: self._images.prepare(environment_dir))
 
     async def create(
         self,
@@ -213,6 +250,7 @@ class DockerBackend:
             ) from error
 
     async def close(self) -> None:
+        await self._room.close()
         if self._pool is not None:
             for waiting in await self._pool.stop():
                 self._alive(waiting, time.monotonic())  # Ended with the others.
@@ -360,12 +398,16 @@ class DockerBackend:
 
     # -- starting
 
-    async def _open(self) -> None:
-        """Once: learn about the engine, hold this backend's lock, sweep what dead backends left."""
+    async def _know(self) -> None:
+        """Once: what the engine says of itself."""
         if self._facts is None:
             facts = await self._engine.info()
             _check_engine(facts)
             self._facts = facts
+
+    async def _open(self) -> None:
+        """Once: hold this backend's lock, sweep what dead backends left."""
+        await self._know()
         if self._lock is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._folder.chmod(0o711)
@@ -387,12 +429,20 @@ class DockerBackend:
         mounts: tuple[Mount, ...],
     ) -> _Launched:
         name, folder = start.name, self._folder / start.name
-        lower = await self._images.workdir(image, prepared, spec.workdir)
-        places = {mount.target: str(await self._images.snapshot(mount.source)) for mount in mounts}
         channel, connection = None, None
+
+        async def found() -> tuple[tuple[Path, dict[str, str]], list[Path]]:
+            lower = await self._images.workdir(image, prepared, spec.workdir)
+            places = {mount.target: await self._images.snapshot(mount.source) for mount in mounts}
+            made = lower, {target: str(place) for target, place in places.items()}
+            return made, [lower, *places.values()]
+
         try:
             start.phase = "disk"
-            require_room(self._state)
+            await self._room.for_sandbox()
+            folder.mkdir(mode=0o700)
+            note = folder / NOTE
+            lower, places = await held_while(found, lambda things: self._shelf.use(note, things))
             await _whole(self._lay, start, folder, lower, spec, prepared)
             body = await asyncio.to_thread(self._body, name, spec, prepared, session, start.writable, places)
             start.phase = "create"
@@ -437,6 +487,7 @@ class DockerBackend:
 
         async def end() -> None:
             self._live.discard(sandbox)
+            self._shelf.ended(folder / NOTE, remove=False)  # It goes with the folder, once that is unmounted.
             if not await self._shut_down(folder):
                 await self._kill(name)
             os.close(upper)
@@ -468,7 +519,6 @@ class DockerBackend:
 
     def _lay(self, start: _Start, folder: Path, lower: Path, spec: SandboxSpec, prepared: Prepared) -> None:
         """Make the sandbox's folder on this machine: what it shares with its agent, and its disk."""
-        folder.mkdir(mode=0o700)
         share = folder / "share"
         share.mkdir(mode=0o700)
         word = {

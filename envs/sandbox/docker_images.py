@@ -19,7 +19,7 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -27,15 +27,16 @@ from typing import Any, BinaryIO, cast
 from agentrl.config import environment
 from agentrl.errors import SandboxError, TaskError
 from envs.sandbox import agent, docker_init, oci, rootfs
+from envs.sandbox.contract import StockItem
+from envs.sandbox.docker_stock import BASE, BUILT, ENGINES, SAVED, Brought, replace_file
 from envs.sandbox.engine import Engine, EngineRefused
 from envs.sandbox.images import Images, changing, checked_name, folder_digest, is_name
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.pressure import Pressure
 
+__all__ = ["ENGINES", "SAVED", "DockerImages", "Prepared", "saved_tag"]
 TOOLS = "/opt/agentrl/tools"
 PYTHON = "/opt/agentrl/python"
-SAVED = "agentrl/image:"
-"""Repository of the images that were loaded from this machine's disk."""
 BUILD_DEADLINE_S = 1800.0
 PULL_DEADLINE_S = 1800.0
 PULLS_AT_ONCE = 3
@@ -111,10 +112,14 @@ class DockerImages:
         owner: tuple[int, int] | None,
         base_image: str | None,
         pressure: Pressure,
+        require_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """`pressure` bounds the containers in which images are tried, and whatever else its owner starts."""
+        """`pressure` bounds the containers in which images are tried, and whatever else its owner starts.
+        `require_room` raises before something new is brought to the engine."""
         self._engine = engine
         self._pressure = pressure
+        self._require_room = require_room
+        self._brought = Brought(engine, root)
         self._root = root
         self._owner = owner
         self._base_image = base_image or environment("DOCKER_BASE")
@@ -126,6 +131,35 @@ class DockerImages:
 
     async def prepare(self, environment_dir: str) -> str:
         """Returns the folder's digest, or that of a named image. See `contract.Backend.prepare`."""
+        digest = await self._prepare(environment_dir)
+        prepared = self._known.get(digest)
+        if prepared is not None:
+            await self._brought.used(prepared.image_id)
+        return digest
+
+    async def has(self, environment_dir: str) -> bool:
+        """Whether `prepare` would find it: nothing is pulled, built or loaded."""
+        if (saved := oci.reference(environment_dir)) is not None:
+            digest = await asyncio.to_thread(oci.identity, saved, self._root)
+            return await self._engine.image(saved_tag(digest), phase="load") is not None
+        if is_name(environment_dir):
+            return await self._engine.image(checked_name(environment_dir), phase="prepare") is not None
+        if not await self._copies.has(environment_dir):
+            return False
+        return await self._recall(await self._copies.prepare(environment_dir)) is not None
+
+    async def stock(self, place: Path) -> list[StockItem]:
+        """What this program brought to the engine, whose disk `place` is on."""
+        return await self._brought.stock(place)
+
+    async def discard(self, item: StockItem, *, unused_s: float) -> bool:
+        """See `contract.Stocking`."""
+        gone = await self._brought.discard(item, unused_s=unused_s)
+        if gone:  # Whatever was started from it asks the engine again.
+            self._known.clear()
+        return gone
+
+    async def _prepare(self, environment_dir: str) -> str:
         if (saved := oci.reference(environment_dir)) is not None:
             return await self._prepare_saved(saved)
         if is_name(environment_dir):
@@ -164,6 +198,7 @@ class DockerImages:
         return digest
 
     async def _load(self, wanted: oci.Reference, tag: str) -> None:
+        self._require_room()
         with tempfile.TemporaryFile(dir=self._root) as file:
             await asyncio.to_thread(oci.save, wanted, self._root, tag, cast(BinaryIO, file))
             file.seek(0)
@@ -181,7 +216,7 @@ class DockerImages:
 
     def _keep(self, digest: str, prepared: Prepared) -> None:
         self._note(digest).parent.mkdir(parents=True, exist_ok=True)
-        _replace(self._note(digest), json.dumps(asdict(prepared)).encode())
+        replace_file(self._note(digest), json.dumps(asdict(prepared)).encode())
         self._known[digest] = prepared
 
     def forget(self, digest: str) -> None:
@@ -232,7 +267,7 @@ class DockerImages:
         async with self._lock("base"):
             if self._base_image is not None:
                 return await self._named(self._base_image)
-            tag = "agentrl/base:" + await asyncio.to_thread(rootfs.identity)
+            tag = BASE + await asyncio.to_thread(rootfs.identity)
             found = await self._engine.image(tag, phase="prepare")
             if found is None:
                 await self._import(tag)
@@ -244,6 +279,7 @@ class DockerImages:
         if found is None:
             await self._pull(name)
             found = await self._engine.image(name, phase="prepare")
+            await asyncio.to_thread(self._brought.pulled, name, _id(found, name))
         return _id(found, name)
 
     async def _pull(self, name: str) -> None:
@@ -257,6 +293,7 @@ class DockerImages:
             where = {"fromImage": name, "tag": "latest"}
         pause, until = LIMITED_PAUSE_S, time.monotonic() + LIMITED_PATIENCE_S
         async with self._pulls:
+            self._require_room()
             while True:
                 problem = await self._ask(
                     "/images/create", where, None, phase="pull", deadline_s=PULL_DEADLINE_S
@@ -285,6 +322,7 @@ class DockerImages:
 
     async def _import(self, tag: str) -> None:
         """Make the base image of this machine's own programs."""
+        self._require_room()
         repository, _, version = tag.rpartition(":")
         where = {"fromSrc": "-", "repo": repository, "tag": version}
         with tempfile.TemporaryFile() as file:
@@ -303,9 +341,10 @@ class DockerImages:
             )
 
     async def _build(self, environment_dir: str, digest: str) -> str:
-        tag = "agentrl/environment:" + digest.partition(":")[2]
+        tag = BUILT + digest.partition(":")[2]
         found = await self._engine.image(tag, phase="build")
         if found is None:
+            self._require_room()
             with tempfile.TemporaryFile() as file:
                 await asyncio.to_thread(_context, Path(environment_dir), cast(BinaryIO, file))
                 file.seek(0)
@@ -469,7 +508,7 @@ class DockerImages:
         folder.chmod(0o755)
         for path in sources:
             if not (folder / path.name).exists():
-                _replace(folder / path.name, path.read_bytes())
+                replace_file(folder / path.name, path.read_bytes())
         return folder
 
     def python(self) -> tuple[Path, str]:
@@ -606,10 +645,3 @@ def _unpack(file: BinaryIO, target: Path, owner: tuple[int, int] | None) -> None
                 os.chown(os.path.join(root, name), *owner, follow_symlinks=False)
         os.chown(target, *owner)
     target.chmod(0o755)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    beside = path.with_name(f".{path.name}-{os.urandom(6).hex()}")
-    beside.write_bytes(data)
-    beside.chmod(0o644)
-    os.rename(beside, path)

@@ -34,6 +34,10 @@ RECIPES = frozenset(
 """Files of an environment folder that say how to build a container; not part of the workspace."""
 LOW_BYTES = 256 * 1024 * 1024
 """With less than this free on a disk nothing new is made there: what lives there goes on."""
+SANDBOX_SHARE = 0.25
+"""Of that: with less no sandbox is made either, nor what is mounted into one. So what has begun before images
+are refused can be finished: its verifier needs a sandbox too."""
+MOST_SPARE_BYTES = 8 * 1024**3
 _NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]*(:[0-9]+)?(/[A-Za-z0-9][A-Za-z0-9._-]*)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?"
     r"(@sha256:[0-9a-f]{64})?"
@@ -58,29 +62,42 @@ def checked_name(name: str) -> str:
     return name
 
 
-def require_room(folder: Path) -> None:
-    """Raise `SandboxError` when the disk of a folder is nearly full: half an image is worse than none."""
-    why = short_of_room(folder)
+def free_bytes(folder: Path) -> tuple[int, int]:
+    """Free bytes, and all, of the disk that a folder is on or will be. Raises OSError."""
+    there = next((p for p in (folder, *folder.parents) if p.is_dir()), folder)
+    facts = os.statvfs(there)
+    return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
+
+
+def spare_bytes(total: int) -> int:
+    """What should stay free of a disk of so many bytes; with less, what nobody uses is let go (`room`)."""
+    return max(2 * LOW_BYTES, min(total // 10, MOST_SPARE_BYTES))
+
+
+def require_room(folder: Path, *, share: float = 1.0) -> None:
+    """Raise `SandboxError` when the disk of a folder is nearly full: half an image is worse than none.
+    `share`: of the free bytes that an image needs, for what needs less."""
+    why = short_of_room(folder, share=share)
     if why is not None:
         raise SandboxError(
             why,
-            fix="Remove images that are no longer used (`docker image prune`, old state folders).",
+            fix="Remove images that are no longer used (`agentrl images prune`), old runs, or other files.",
             code="disk_pressure",
             phase="prepare",
         )
 
 
-def short_of_room(*folders: Path) -> str | None:
+def short_of_room(*folders: Path, share: float = 1.0) -> str | None:
     """Why nothing new should be made on the disks of these folders; None: there is room."""
     for folder in folders:
-        there = next((p for p in (folder, *folder.parents) if p.is_dir()), folder)
         try:
-            facts = os.statvfs(there)
+            free, _ = free_bytes(folder)
         except OSError:
             continue  # Not here, or not for us to see.
-        free = facts.f_bavail * facts.f_frsize
-        if free < LOW_BYTES:
-            return f"The disk of {folder} has {free >> 20} MiB left, less than {LOW_BYTES >> 20}."
+        if free < share * LOW_BYTES:
+            return (
+                f"The disk of {folder} has {free >> 20} MiB left, less than {int(share * LOW_BYTES) >> 20}."
+            )
     return None
 
 
@@ -131,6 +148,13 @@ class Images:
         lock = self._locks.setdefault(environment_dir, asyncio.Lock())
         async with lock:
             return await asyncio.to_thread(self._copy_environment, Path(environment_dir))
+
+    async def has(self, environment_dir: str) -> bool:
+        """Whether `prepare` would find it."""
+        return await asyncio.to_thread(self._has, Path(environment_dir))
+
+    def _has(self, environment: Path) -> bool:
+        return environment.is_dir() and self.path(folder_digest(environment)).is_dir()
 
     def _copy_environment(self, environment: Path) -> str:
         if is_name(str(environment)):
@@ -184,7 +208,7 @@ class Images:
         digest = kind + folder_digest(whole).removeprefix("dir:")
         if self.path(digest).is_dir():
             return digest
-        require_room(self._root)
+        require_room(self._root, share=1.0 if kind == "dir:" else SANDBOX_SHARE)
         building = self._root / f".building-{os.getpid()}-{os.urandom(6).hex()}"
         try:
             self._root.mkdir(parents=True, exist_ok=True)

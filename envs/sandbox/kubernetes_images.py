@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import tarfile
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from agentrl.config import environment
 from agentrl.errors import SandboxError
 from envs.sandbox import oci, rootfs
 from envs.sandbox.docker_images import DockerImages, saved_tag
+from envs.sandbox.docker_stock import MARK_EVERY_S
 from envs.sandbox.engine import Engine, socket_path
 from envs.sandbox.images import Images, checked_name, is_name
 from envs.sandbox.pressure import Pressure
@@ -66,6 +68,8 @@ class KubernetesImages:
         self._shares_engine = shares_engine
         self._engine: DockerImages | None = None
         self._known: dict[str, Prepared] = {}
+        self._look_at: dict[str, float] = {}
+        """When an image is to be looked for again: somebody may remove what nobody seems to use."""
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def prepare(self, environment_dir: str) -> str:
@@ -84,7 +88,8 @@ class KubernetesImages:
         else:
             digest = await self._copies.prepare(environment_dir)
         async with self._locks.setdefault(digest, asyncio.Lock()):
-            if digest not in self._known:
+            if digest not in self._known or time.monotonic() > self._look_at.get(digest, 0.0):
+                self._look_at[digest] = time.monotonic() + MARK_EVERY_S
                 if saved is not None:
                     prepared = Prepared(image=saved_tag(digest), files=False)
                 elif named:  # The cluster pulls it; that its content stays the same is seen to at each start.

@@ -28,6 +28,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,13 +38,16 @@ from envs.sandbox import cgroups, oci, zygote
 from envs.sandbox import namespaces as ns
 from envs.sandbox.agent import Inbox
 from envs.sandbox.channel import Channel, last_words
-from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo
+from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo, StockItem, StockKind
 from envs.sandbox.diff import diff_overlay
-from envs.sandbox.images import Images, short_of_room
+from envs.sandbox.docker_janitor import owned
+from envs.sandbox.images import Images
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.live import LiveSandbox
 from envs.sandbox.oci import OciImages
 from envs.sandbox.pressure import not_ready
+from envs.sandbox.room import Room
+from envs.sandbox.shelf import NOTE, Shelf, held_while, in_order
 
 UID_BASE = 0x6A61_0000
 """First of the 65,536 ids on this machine that stand for a sandbox's ids when the host is root: nobody's."""
@@ -66,6 +70,13 @@ _ETC = {
     "resolv.conf": "",
     "shells": "/bin/sh\n/bin/bash\n",
 }
+KEPT: dict[str, StockKind] = {
+    "images/dir-*": "workspace",
+    "images/mount-*": "mount",
+    "images/oci-workdir-*": "workdir",
+    "images/oci-" + "[0-9a-f]" * 64: "system",
+}
+"""What is kept below the state folder."""
 _SYSCTLS = (
     ("kernel.apparmor_restrict_unprivileged_userns", "0"),
     ("kernel.unprivileged_userns_clone", "1"),
@@ -87,6 +98,8 @@ class LocalBackend:
         owner = (policy, policy) if root else None
         self._images = Images(self._state / "images", owner)
         self._systems = OciImages(self._state / "images", owner, self._uid_base)
+        self._shelf = Shelf(self._state, KEPT, counts=owned)
+        self._room = Room(self, lambda: (self._state,))
         self._hierarchy = cgroups.detect()
         self._id = f"{os.getpid()}-{os.urandom(4).hex()}"
         self._folder = self._state / "run" / self._id
@@ -116,7 +129,22 @@ class LocalBackend:
 
     def short_of(self) -> str | None:
         """See `contract.Short`."""
-        return short_of_room(self._state)
+        return self._room.short_of()
+
+    async def has(self, environment_dir: str) -> bool:
+        """See `contract.Foreseeing`."""
+        image = oci.reference(environment_dir)
+        if image is not None:
+            return await self._systems.has(image)
+        return await self._images.has(environment_dir)
+
+    async def stock(self, *, sizes: bool) -> tuple[StockItem, ...]:
+        """See `contract.Stocking`."""
+        return in_order(await asyncio.to_thread(self._shelf.stock, sizes=sizes))
+
+    async def discard(self, item: StockItem, *, unused_s: float) -> bool:
+        """See `contract.Stocking`."""
+        return await asyncio.to_thread(self._shelf.discard, item.id, unused_s=unused_s)
 
     def check(self) -> None:
         """Make and end one sandbox, waiting for it. Raises `SandboxError` with the primitive that the
@@ -146,9 +174,17 @@ class LocalBackend:
 
     async def prepare(self, environment_dir: str) -> str:
         image = oci.reference(environment_dir)
-        if image is not None:
-            return await self._systems.prepare(image)
-        return await self._images.prepare(environment_dir)
+
+        async def make() -> str:
+            if image is not None:
+                return await self._systems.prepare(image)
+            return await self._images.prepare(environment_dir)
+
+        async def found() -> tuple[str, list[Path]]:
+            digest = await self._room.making(make)
+            return digest, [self._images.path(digest)]
+
+        return await held_while(found, self._shelf.touch_all)
 
     async def create(
         self,
@@ -162,19 +198,27 @@ class LocalBackend:
     ) -> LiveSandbox:
         begun = time.monotonic()
         _check_spec(spec, mounts)
-        system: oci.System | None = None
-        if image.startswith(oci.PREFIX):
-            system = self._systems.require(image)
-            lower = await self._systems.workdir(image, spec.workdir)
-        else:
-            lower = self._images.require(image)
-        binds = tuple([(str(await self._images.snapshot(m.source)), m.target) for m in mounts])
         name = f"{self._id}-{next(self._numbers)}"
+        note = self._folder / f"{name}{NOTE}"
         try:
             async with asyncio.timeout(deadline_s):
-                sandbox = await self._start(name, spec, image, lower, binds, begun, session, system)
+                await self._room.for_sandbox()
+                await self._ensure_zygote()  # It holds the lock by which the note counts.
+
+                async def found() -> tuple[_Made, list[Path]]:
+                    made = await self._made_of(spec, image, mounts)
+                    return made, made.things
+
+                made = await held_while(found, lambda things: self._shelf.use(note, things))
+                sandbox = await self._start(
+                    name, spec, image, made.lower, made.binds, begun, session, made.system
+                )
         except TimeoutError as error:
+            self._shelf.ended(note)
             raise not_ready(name, deadline_s, phase="start") from error
+        except BaseException:
+            self._shelf.ended(note)
+            raise
         if apply:
             try:
                 await sandbox.apply(apply, deadline_s=deadline_s)
@@ -182,6 +226,21 @@ class LocalBackend:
                 await sandbox.close()
                 raise
         return sandbox
+
+    async def _made_of(self, spec: SandboxSpec, image: str, mounts: tuple[Mount, ...]) -> _Made:
+        system: oci.System | None = None
+        if image.startswith(oci.PREFIX):
+            system = self._systems.require(image)
+            lower = await self._systems.workdir(image, spec.workdir)
+        else:
+            lower = self._images.require(image)
+        places = [await self._images.snapshot(mount.source) for mount in mounts]
+        return _Made(
+            lower=lower,
+            binds=tuple((str(place), mount.target) for place, mount in zip(places, mounts, strict=True)),
+            system=system,
+            things=[lower, *places, *([] if system is None else [Path(system.tree).parent])],
+        )
 
     async def _start(
         self,
@@ -253,6 +312,7 @@ class LocalBackend:
             for path in (request["log"], request["listen"]):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
+            self._shelf.ended(Path(request["folder"], f"{name}{NOTE}"))
 
         async def post_mortem() -> dict[str, JsonScalar]:
             with contextlib.suppress(TimeoutError):
@@ -351,6 +411,7 @@ class LocalBackend:
         return list(self._keepers.values())
 
     async def close(self) -> None:
+        await self._room.close()
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)))
         for keeper in self._keepers.values():
             keeper.close()
@@ -493,6 +554,17 @@ class LocalBackend:
                 "orphan_grace_s": ORPHAN_GRACE_S,
             },
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """What a sandbox is made of."""
+
+    lower: Path
+    binds: tuple[tuple[str, str], ...]
+    system: oci.System | None
+    things: list[Path]
+    """All of it that lies below the state folder."""
 
 
 def _post_mortem(request: zygote.Request) -> dict[str, JsonScalar]:

@@ -32,6 +32,7 @@ from envs.sandbox.images import Images
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.live import LiveSandbox
 from envs.sandbox.pressure import not_ready
+from envs.sandbox.shelf import Shelf, held_while
 
 
 class _FolderPaths:
@@ -58,6 +59,7 @@ class PlainBackend:
         self._temporary = tempfile.TemporaryDirectory(prefix="agentrl-plain-") if state_dir is None else None
         self._state = Path(self._temporary.name) if self._temporary is not None else Path(state_dir or "")
         self._images = Images(self._state / "images", None)
+        self._shelf = Shelf(self._state, {}, counts=lambda _: False)
         self._python = python or base_python()
         self._numbers = itertools.count(1)
         self._live: set[LiveSandbox] = set()
@@ -73,7 +75,16 @@ class PlainBackend:
     async def prepare(self, environment_dir: str) -> str:
         if (image := oci.reference(environment_dir)) is not None:
             oci.refuse_elsewhere(image, "Use the local or the docker backend.")
-        return await self._images.prepare(environment_dir)
+
+        async def found() -> tuple[str, list[Path]]:
+            digest = await self._images.prepare(environment_dir)
+            return digest, [self._images.path(digest)]
+
+        return await held_while(found, self._shelf.touch_all)
+
+    async def has(self, environment_dir: str) -> bool:
+        """See `contract.Foreseeing`."""
+        return oci.reference(environment_dir) is None and await self._images.has(environment_dir)
 
     async def create(
         self,
@@ -87,6 +98,7 @@ class PlainBackend:
     ) -> LiveSandbox:
         begun = time.monotonic()
         lower = self._images.require(image)
+        await asyncio.to_thread(self._shelf.touch_all, [lower])  # it is copied: no longer needed after that
         name = f"plain-{os.getpid()}-{next(self._numbers)}"
         folder = Path(tempfile.mkdtemp(prefix=f"agentrl-{name}-"))
         try:
