@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import tarfile
 import tempfile
@@ -52,6 +53,12 @@ WORDS = 4000
 """Characters of a failed build's output that go into the error."""
 _CHUNK = 1 << 20
 _NO_BASH, _OLD_PYTHON = 3, 4
+_KILLED = 128 + 9
+_NO_PROGRAM = re.compile(
+    r"executable file .{0,300}not found|exec.{0,300}(no such file|permission denied|format error|not a dir)",
+    re.I | re.S,
+)
+"""How runtimes say that an image lacks a program, or has one that does not run: all else is the engine's."""
 _PROBE = f"""
 import sys
 if sys.version_info < (3, 8): sys.exit({_OLD_PYTHON})
@@ -493,11 +500,21 @@ class DockerImages:
             try:
                 await call("POST", route + "/start", **limit)
                 ended = await call("POST", route + "/wait", **limit)
-                return int(ended["StatusCode"]), f"exit code {ended['StatusCode']}"
             except EngineRefused as refused:
+                if _NO_PROGRAM.search(refused.message) is None:
+                    raise  # Of the engine: it says nothing about the image.
                 return -1, refused.message[:500]
             finally:
                 await self._engine.remove(made["Id"], deadline_s=PROBE_DEADLINE_S)
+        code = int(ended["StatusCode"])
+        if code == _KILLED:
+            raise SandboxError(
+                f"The probe of the image {image_id[:19]} was killed.",
+                fix="Look at the memory of this machine, and who kills containers; then try again.",
+                code="probe_killed",
+                phase="probe",
+            )
+        return code, f"exit code {code}"
 
     def tools(self) -> Path:
         """The folder with the agent that is mounted into every sandbox."""
@@ -565,7 +582,8 @@ class DockerImages:
         try:
             with tempfile.TemporaryFile() as file:
                 try:
-                    await self.archive(made["Id"], workdir, cast(BinaryIO, file))
+                    # Of what a link leads to, as commands see it.
+                    await self.archive(made["Id"], workdir.rstrip("/") + "/.", cast(BinaryIO, file))
                 except EngineRefused as refused:
                     if refused.status != 404:  # An image without that folder: it starts empty.
                         raise
