@@ -410,8 +410,8 @@ class _Carried:
     def of(report: bytes, status: int) -> _Carried | None:
         """From the report of a command that exited with `status`; None when it is none. Anything may be in
         it, which is then taken up by a shell of the user that wrote it, and nowhere else."""
-        fields = report.split(b"\0")
-        if len(report) > SHELL_BYTES or len(fields) != 8 or (fields[0], *fields[6:]) != (b"R", b"E", b""):
+        fields = report.split(b"\0", 8)
+        if len(fields) != 8 or (fields[0], *fields[6:]) != (b"R", b"E", b""):
             return None
         traps, options, state, functions, folder = fields[1:6]
         after = b"\nbuiltin unset -v __agentrl_m __agentrl_f\n"
@@ -755,7 +755,7 @@ class _Supervisor:
         elif stream == "err":
             self.err.feed(data)
         elif stream == "told" and self.told is not None:
-            self.told += data[: SHELL_BYTES + 1 - len(self.told)]
+            self.told += data[: SHELL_BYTES - len(self.told)]
         elif self.report is not None:
             self.report += data[: SPOOL_BYTES - len(self.report)]
         return len(data)
@@ -862,6 +862,14 @@ def drain(fd: int) -> None:
             pass
 
 
+def _limit(limits: dict[str, int]) -> None:
+    for name, value in limits.items():
+        number = getattr(resource, "RLIMIT_" + name)
+        hard = resource.getrlimit(number)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (value, value))
+
+
 def _become_command(
     settings: Settings, request: Header, given: list[bytes], ends: dict[int, int]
 ) -> NoReturn:
@@ -880,12 +888,9 @@ def _become_command(
     # Some container runtimes refuse the score; memory limits hold anyway.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    for name, value in settings.rlimits.items():
-        if policy or name != "NPROC":
-            number = getattr(resource, "RLIMIT_" + name)
-            hard = resource.getrlimit(number)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(number, (value, value))
+    limits = {k: v for k, v in settings.rlimits.items() if policy or k != "NPROC"}
+    largest = limits.pop("FSIZE", None)
+    _limit(limits)
     if settings.policy_uid is not None and policy:
         os.setgroups([])
         os.setresgid(settings.policy_gid or 0, settings.policy_gid or 0, settings.policy_gid or 0)
@@ -899,6 +904,8 @@ def _become_command(
         _enter(settings, request.get("cwd"))
         if argv is None:
             argv = [*settings.shell, request["command"]]
+    if largest is not None:
+        _limit({"FSIZE": largest})  # Only now: what a shell takes up counts as a file too.
     if "/" in argv[0]:
         os.execve(argv[0], argv, env)
     os.execvpe(argv[0], argv, env)

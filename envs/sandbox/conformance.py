@@ -33,6 +33,7 @@ from envs.sandbox.contract import (
     ExecRequest,
     ExecResult,
     FileChange,
+    Following,
     Mount,
     NotRun,
     Sandbox,
@@ -699,6 +700,20 @@ async def a_command_of_a_shell_is_accounted_for_like_any_other(case: Case) -> No
         assert (data.stdout.bytes_total, data.stdout.truncated) == (5 * 2**20, True)
         assert data.cpu_ms > 0
         assert data.memory_peak_kib
+        if isinstance(box, Following):
+            watched = ExecRequest(
+                exec_id="watched", command="V=lost; echo on; sleep 300", shell="main", follow=True
+            )
+            asked, seen = asyncio.create_task(box.exec(watched)), b""
+            while seen != b"on\n":
+                with contextlib.suppress(FileNotFoundError):  # it has not come there yet
+                    seen, _ = await box.follow("watched", stream="stdout", offset=0, max_bytes=100)
+                await asyncio.sleep(0.02)
+            assert await box.signal("watched", signal.SIGTERM)
+            ended = await asked
+            assert (ended.status, ended.signal) == (ExecStatus.SIGNALED, signal.SIGTERM)
+            again = await shell(box, "echo $V")
+            assert (again.stdout.head, again.shell_restarted) == (b"kept\n", True)
 
 
 @kind(isolated=True, memory=True)

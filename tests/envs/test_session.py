@@ -14,6 +14,8 @@ from faulty_backend import FIX, KEY, Faults, FaultyBackend, FaultySandbox, admis
 from agentrl.errors import SandboxError, SandboxLost
 from agentrl.types import Action, EvidenceKey, ExecStatus, Fault, Task, Termination, Verdict
 from envs.grading import verify_signature
+from envs.sandbox.agent import SHELLS
+from envs.sandbox.contract import ExecRequest, NotRun
 from envs.session import HISTORY_SEARCHED, Session, State
 
 SUBMIT = ("submit", {})
@@ -350,6 +352,21 @@ def test_a_timed_out_attempt_whose_verifier_timed_out_is_unscored(task: Task) ->
     assert verdict.reward is None
     assert verdict.fault is not None
     assert (verdict.fault.owner, verdict.fault.code) == ("environment", "verifier_contention")
+
+
+def test_a_command_that_was_refused_before_it_ran_costs_no_evidence(task: Task) -> None:
+    async def too_many(_: FaultyBackend, session: Session) -> None:
+        requests = [
+            ExecRequest(exec_id=f"n{n}", command="true", shell=f"n{n}", timeout_s=60)
+            for n in range(SHELLS + 1)
+        ]
+        for request in requests[:-1]:
+            await session.exec(request)
+        with pytest.raises(NotRun, match="shells are in use"):
+            await session.exec(requests[-1])
+
+    verdict = attempt(task, FIX, then=too_many)
+    assert (verdict.reward, verdict.fault) == (1.0, None)
 
 
 def test_a_cancelled_attempt_is_evidence_of_nothing(task: Task) -> None:

@@ -59,7 +59,12 @@ class Client:
 def listening(tmp_path: Path) -> Iterator[Path]:
     """An agent on a unix socket that wants a token and outlives its connection by two seconds."""
     path = tmp_path / "agent.sock"
-    config = {"workdir": str(tmp_path), "home": str(tmp_path), "orphan_grace_s": 2.0}
+    config = {
+        "workdir": str(tmp_path),
+        "home": str(tmp_path),
+        "orphan_grace_s": 2.0,
+        "rlimits": {"FSIZE": 512 * 1024},
+    }
     process = subprocess.Popen(
         [base_python(), "-I", "-S", agent.__file__, "--config", json.dumps(config), "--listen", str(path)],
         env={"AGENTRL_TOKEN": "right", "PATH": "/usr/bin:/bin"},
@@ -298,6 +303,21 @@ def test_requests_that_make_no_sense_are_refused_and_the_agent_goes_on(listening
         assert answer["error"]["kind"] in ("bad_request", "not_found"), (header, answer)
     run(client, "a", "echo on")  # none of them has used up the id
     assert client.receive()[1] == b"on\n"
+    client.close()
+
+
+def test_what_a_shell_carries_is_no_file_of_its_user(listening: Path) -> None:
+    client = connect(listening)
+    client.receive()
+
+    def ask(exec_id: str, command: str) -> tuple[dict[str, Any], bytes]:
+        return client.ask(op="exec", exec_id=exec_id, command=command, timeout_s=20, shell="main")
+
+    assert ask("1", "V=$(head -c 1M /dev/zero | tr '\\0' x)")[0]["exit_code"] == 0
+    header, body = ask("2", "echo ${#V}; head -c 1M /dev/zero > big")
+    assert (header["exit_code"], header["shell_restarted"]) == (128 + signal.SIGXFSZ, False)
+    assert body.startswith(b"1048576\n")
+    assert ask("3", "ls /proc/self/fd")[1].split() == [b"0", b"1", b"2", b"3"], "nor open in its programs"
     client.close()
 
 
