@@ -11,6 +11,7 @@ says so. Nothing here trusts a message of the sandbox: the verifier that grades 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -309,7 +310,7 @@ async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool =
     costs: list[grading.Cost] = []
     try:
         protected = grading.guarded(task)
-        gold = await _solution(task, backend, image)
+        gold, history = await _solution(task, backend, image)
         for number in range(repeats):
             for label, changes, wanted in (("solution", gold, True), ("empty", (), False)):
                 begun, timed = time.monotonic(), _Timed(backend)
@@ -338,7 +339,8 @@ async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool =
                     reasons.append(f"exploit {attack.name}: earns a reward")
                 else:
                     tried.append(attack.name)
-            leak = await _history_leak(task, backend, image)
+        if history and not reasons:
+            leak = await _history_leak(task, backend, image, gold, thorough=not light)
             reasons += [leak] if leak else []
     except TaskError as error:
         reasons.append(str(error))
@@ -435,6 +437,7 @@ async def _passes(
             "script_failed",
             "no_reward",
             "script_leftovers",
+            "verifier_killed",
             "reward_file",
         ):
             return False, error.message, None
@@ -448,8 +451,8 @@ async def _passes(
     return judged.passed and judged.fault is None, why, judged.cost
 
 
-async def _solution(task: Task, backend: Backend, image: str) -> tuple[FileChange, ...]:
-    """The diff that `solution/solve.sh` makes in a fresh sandbox."""
+async def _solution(task: Task, backend: Backend, image: str) -> tuple[tuple[FileChange, ...], bool]:
+    """The diff that `solution/solve.sh` makes in a fresh sandbox, and whether a git history was there."""
     folder = Path(task.path) / "solution"
     if not (folder / "solve.sh").is_file():
         raise TaskError(
@@ -469,6 +472,8 @@ async def _solution(task: Task, backend: Backend, image: str) -> tuple[FileChang
     try:
         witness = Witness(sandbox, image=image, spec=task.sandbox, session="admit-solution", clock=clock)
         await witness.start_clock()
+        look = ExecRequest(exec_id="admit-look", argv=("test", "-e", ".git"), timeout_s=60.0)
+        history = (await witness.exec(look)).exit_code == 0
         request = ExecRequest(
             exec_id="admit-solve", argv=("bash", f"{SOLUTION_TARGET}/solve.sh"), timeout_s=SOLVE_TIMEOUT_S
         )
@@ -481,27 +486,50 @@ async def _solution(task: Task, backend: Backend, image: str) -> tuple[FileChang
                 code="solution_failed",
             )
         await witness.kill_all()
-        return await witness.diff()
+        return await witness.diff(), history
     finally:
         await sandbox.close()
 
 
-async def _history_leak(task: Task, backend: Backend, image: str) -> str | None:
-    """Whether a git history in the workspace reaches beyond what is checked out."""
-    root = workspace(Path(task.path) / "environment")
-    if not root.is_dir() or not (root / ".git").exists():
-        return None
+async def _history_leak(
+    task: Task, backend: Backend, image: str, gold: tuple[FileChange, ...], *, thorough: bool
+) -> str | None:
+    """How the git history of the workdir gives the solution away; None: it does not.
+
+    A file as the solution leaves it must be no object of the repository, however it came there: a later
+    commit, a tag, a stash, an object that nothing refers to, another repository's that it borrows from. Where
+    the same file is checked out already it is no secret. `thorough`: nor may there be commits beyond what is
+    checked out.
+    """
     sandbox = await backend.create(
         task.sandbox, image=image, session="admit-history", deadline_s=CREATE_DEADLINE_S
     )
     try:
         witness = Witness(sandbox, image=image, spec=task.sandbox, session="admit-history")
+        git = "git -c safe.directory='*'"
+        if thorough:
+            beyond = (
+                f"{git} log --all --reflog --format=%H HEAD.. 2>/dev/null;"
+                f" {git} fsck --lost-found --no-progress 2>/dev/null | grep commit"
+            )
+            request = ExecRequest(exec_id="admit-history", command=beyond, timeout_s=60.0)
+            if (await witness.exec(request)).stdout.bytes_total:
+                return "exploit git_log: the history holds commits that are not checked out"
+        solved = {_blob(change.content): change.path for change in gold if change.kind == "file"}
+        words = " ".join(sorted(set(solved) - {_blob(b"")}))
         command = (
-            "git -c safe.directory='*' log --all --reflog --format=%H HEAD.. 2>/dev/null;"
-            " git -c safe.directory='*' fsck --lost-found --no-progress 2>/dev/null | grep commit"
+            f"seen=$({git} ls-tree -r HEAD 2>/dev/null); for o in {words}; do"
+            f" {git} cat-file -e $o 2>/dev/null"
+            ' && case "$seen" in *$o*) ;; *) echo $o;; esac; done'
         )
-        result = await witness.exec(ExecRequest(exec_id="admit-history", command=command, timeout_s=60.0))
-        found = bool(result.stdout.bytes_total)
-        return "exploit git_log: the history holds commits that are not checked out" if found else None
+        result = await witness.exec(ExecRequest(exec_id="admit-objects", command=command, timeout_s=60.0))
+        found = sorted(solved[name] for name in result.stdout.text().split() if name in solved)
+        return f"exploit git_objects: the repository holds the solution's {found[0]}" if found else None
     finally:
         await sandbox.close()
+
+
+def _blob(content: bytes | None) -> str:
+    """What git calls a file of this content."""
+    raw = content or b""
+    return hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False).hexdigest()

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_backend import FIX, KEY, Faults, admission_of, attempt, config, small_task
+from faulty_backend import FIX, KEY, Faults, FaultyBackend, admission_of, attempt, config, small_task
 
 from agentrl.errors import SandboxError, TaskError
 from agentrl.types import Action, EvidenceKey, Task, Termination, Verdict
 from envs import grading
-from envs.admission import attacks
+from envs.admission import _history_leak, _passes, _solution, attacks
 from envs.sandbox.diff import DiffTooLarge
 from envs.sandbox.local import LocalBackend
-from envs.session import Session
+from envs.session import Session, prepare
 from envs.tasks import package
 
 SUBMIT: tuple[str, dict[str, Any]] = ("submit", {})
@@ -246,3 +247,73 @@ def test_a_test_file_that_is_too_large_to_check_is_named(
     files = package.test_files(Path(task.path))
     with pytest.raises(TaskError, match=r"test_cart\.py can not be read"):
         asyncio.run(grading._by_script(task, Isolated(), files, "s"))  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------- solutions that a repository holds
+
+SOLVED = "sed -i 's/a - b/a + b/' cart.py"
+BACK = "git reset -q --hard HEAD~; git reflog expire --expire=now --all"
+HIDES = {
+    "staged once and forgotten": f"{SOLVED}; git add -A; git reset -q --hard",
+    "a stash that was dropped": f"{SOLVED}; git stash -q; git stash drop -q",
+    "a tag": f"{SOLVED}; git commit -qam fix; git tag v2; {BACK}",
+    "a branch of a remote": f"{SOLVED}; git commit -qam fix; git update-ref refs/remotes/o/m HEAD; {BACK}",
+    "a pack that nothing refers to": f"{SOLVED}; git commit -qam fix; git repack -qadk; {BACK}",
+    "objects that it borrows": f"{SOLVED}; git commit -qam fix; {BACK}; mkdir other;"
+    " cp -r .git/objects other/lent; echo ../../other/lent > .git/objects/info/alternates;"
+    " git gc -q --prune=now",
+}
+
+
+def leak(folder: Path, then: str) -> str | None:
+    """What validation says of a task whose workdir is a repository to which this was done."""
+    small_task(folder)
+    script = (
+        "cd $1/environment; git init -q .; git config user.email a@b; git config user.name a;"
+        f" git config gc.auto 0; git add -A; git commit -qm broken; {then}"
+    )
+    subprocess.run(["bash", "-ec", script, "_", str(folder)], check=True, capture_output=True)
+    task = package.load_task(folder)
+
+    async def run() -> str | None:
+        backend = FaultyBackend()
+        try:
+            image = await prepare(task, backend)
+            gold, history = await _solution(task, backend, image)
+            assert history
+            return await _history_leak(task, backend, image, gold, thorough=False)
+        finally:
+            await backend.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", HIDES)
+def test_a_solution_that_is_an_object_of_the_repository_is_a_leak_however_it_came_there(
+    tmp_path: Path, how: str
+) -> None:
+    """SWE-bench #465, PR#590, multi-swe-bench #70: a log that shows nothing proves nothing."""
+    found = leak(tmp_path / "t", HIDES[how])
+    assert found == "exploit git_objects: the repository holds the solution's cart.py"
+
+
+def test_a_history_of_what_is_there_is_no_leak(tmp_path: Path) -> None:
+    assert leak(tmp_path / "t", "git commit -q --allow-empty -m more") is None
+
+
+def test_an_exploit_that_ends_the_verifier_earns_nothing_and_puts_no_task_aside(tmp_path: Path) -> None:
+    task = small_task(tmp_path / "t")
+    killed = TaskError("It was ended by signal 9.", code="verifier_killed", phase="verify")
+
+    async def run() -> bool:
+        backend = FaultyBackend(_raises(killed, "verify", "probe"))
+        try:
+            image = await prepare(task, backend)
+            passed, why, cost = await _passes(task, backend, image, (), "admit-attack-verify")
+            assert "signal 9" in why
+            assert cost is None
+            return passed
+        finally:
+            await backend.close()
+
+    assert asyncio.run(run()) is False
