@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,20 @@ from disks import mounted
 from agentrl.errors import SandboxError
 from envs.sandbox import images
 from envs.sandbox.local import LocalBackend
+
+MOST_WORKERS = 4
+"""Each loads torch and starts sandboxes of its own."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite runs on several processes, a file on one of them; what was asked for by name, mark or
+    word in this one. So do the suites of an engine and of a cluster: those are shared."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if not whole or config.option.markexpr or config.option.keyword:
+        return 0
+    workers = min(MOST_WORKERS, os.cpu_count() or 1)
+    return workers if workers > 1 else 0
 
 
 @pytest.fixture
