@@ -73,6 +73,8 @@ sys.exit(0 if any(os.access(folder + "/bash", os.X_OK) for folder in folders) el
 
 _LIMITED = ("toomanyrequests", "too many requests", "rate limit")
 """What an engine passes on of a registry that asks for fewer pulls; in small letters."""
+_FULL = "no space left on device"
+"""Its disk, in its words."""
 _RECIPES_OWN = ("copy failed", "add failed", "dockerfile parse", "failed to parse", "unknown instruction")
 """How the engine begins to say that the Dockerfile is wrong, where no command of it ran; in small letters."""
 
@@ -213,6 +215,7 @@ class DockerImages:
             problem = await self._ask(
                 "/images/load", {"quiet": "1"}, content, phase="load", deadline_s=IMPORT_DEADLINE_S
             )
+        _require_written(problem)
         if problem is not None:
             raise SandboxError(
                 f"The engine did not load the image {wanted}: {problem.words[-WORDS:]}",
@@ -310,6 +313,7 @@ class DockerImages:
                     break
                 await asyncio.sleep(pause * (1 + random.random() / 2))
                 pause = min(2 * pause, LIMITED_LONGEST_PAUSE_S)
+        _require_written(problem)
         if problem is not None and limited:
             raise SandboxError(
                 f"The registry of {name} still asks for fewer pulls: {problem.words[-WORDS:]}",
@@ -339,6 +343,7 @@ class DockerImages:
             problem = await self._follow(
                 "/images/create", where, content, phase="import", deadline_s=IMPORT_DEADLINE_S
             )
+        _require_written(problem)
         if problem is not None:
             raise SandboxError(
                 f"The base image could not be imported: {problem.words[-WORDS:]}",
@@ -369,6 +374,7 @@ class DockerImages:
                     code="build_failed",
                     phase="build",
                 )
+            _require_written(problem)
             if problem is not None:
                 raise SandboxError(
                     f"The engine broke off the build of {environment_dir}: {problem.words[-WORDS:]}",
@@ -608,6 +614,17 @@ class DockerImages:
             async for piece in response.aiter_bytes(_CHUNK):
                 await asyncio.to_thread(out.write, piece)
         out.seek(0)
+
+
+def _require_written(problem: _Failed | None) -> None:
+    """Raise `SandboxError` disk_pressure for what failed because the engine's disk is full."""
+    if problem is not None and not problem.recipe and _FULL in problem.words.lower():
+        raise SandboxError(
+            f"The engine's disk is full: {problem.words[-WORDS:]}",
+            fix="Remove images that are no longer used (`agentrl images prune --backend docker`).",
+            code="disk_pressure",
+            phase="prepare",
+        )
 
 
 def _id(found: dict[str, Any] | None, name: str) -> str:

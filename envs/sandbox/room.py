@@ -29,6 +29,8 @@ FREE_DEADLINE_S = 120.0
 """For room to be made, where a sandbox or an image waits for it."""
 AGAIN_S = 30.0
 """Between two looks for what can be let go, when there was nothing."""
+HALF_MORE = 1.5
+"""Of the upper mark: so much is free when enough was let go."""
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -72,9 +74,9 @@ class Room:
         """Begin to make room, in the background, if a disk is above the upper mark."""
         if self._freeing is not None and self._freeing.done():
             self._freeing = None
-        if self._freeing is None and time.monotonic() >= self._vain_until and self._wanting():
+        if self._freeing is None and time.monotonic() >= self._vain_until and self._wanting(1.0):
             with contextlib.suppress(RuntimeError):  # Nobody's loop: whoever only looks makes no room.
-                self._freeing = asyncio.get_running_loop().create_task(self._free())
+                self._freeing = asyncio.get_running_loop().create_task(self._free(HALF_MORE))
 
     async def for_sandbox(self) -> None:
         """Raise `SandboxError` disk_pressure when not even a sandbox of what is there should be made."""
@@ -89,14 +91,19 @@ class Room:
                     raise
 
     async def making(self, make: Callable[[], Awaitable[T]]) -> T:
-        """What `make` returns, which brings an image; once more after making room if it had none."""
+        """What `make` returns, which brings an image; again after making room, and more each time, for as
+        long as it has none and there is something to let go."""
         self.look()
-        try:
-            return await make()
-        except SandboxError as error:
-            if error.code != "disk_pressure" or not await self._made():
-                raise
-        return await make()
+        part = 1.0
+        while True:
+            try:
+                return await make()
+            except SandboxError as error:
+                if error.code != "disk_pressure":
+                    raise
+                part += not self._wanting(part)  # It takes more than should stay free anyway.
+                if not await self._made(part=part):
+                    raise
 
     async def close(self) -> None:
         if self._freeing is not None:
@@ -106,15 +113,18 @@ class Room:
 
     # -- inside
 
-    async def _made(self) -> bool:
-        """Wait until what can be let go is gone; whether anything was."""
+    async def _made(self, *, part: float = 1.0) -> bool:
+        """Wait until there is so much of the upper mark free, and half as much again, or nothing more can be
+        let go; whether anything was."""
         self.look()
+        if self._freeing is None and (part > 1.0 or self._wanting(part)):
+            self._freeing = asyncio.create_task(self._free(part * HALF_MORE))
         if self._freeing is None:
             return False
         done, _ = await asyncio.wait({self._freeing}, timeout=FREE_DEADLINE_S)
         return any(not each.cancelled() and each.exception() is None and each.result() for each in done)
 
-    def _wanting(self, *, part: float = 1.0) -> dict[int, Path]:
+    def _wanting(self, part: float) -> dict[int, Path]:
         """Disks with less free than that part of the upper mark, by number."""
         found: dict[int, Path] = {}
         for place in self._places():
@@ -124,13 +134,13 @@ class Room:
                     found[os.stat(place).st_dev] = place
         return found
 
-    async def _free(self) -> int:
-        """Let go of the longest unused until there is room; how many things that were."""
+    async def _free(self, part: float) -> int:
+        """Let go of the longest unused until so much of the upper mark is free; how many things that were."""
         gone = 0
         try:
             items = await self._stocking.stock(sizes=False)
             for item in chosen(items, older_s=FRESH_S, now=time.time()):
-                wanting = await asyncio.to_thread(self._wanting, part=1.5)
+                wanting = await asyncio.to_thread(self._wanting, part)
                 if not wanting:
                     break
                 there = await asyncio.to_thread(_disk, item.place)

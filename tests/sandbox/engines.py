@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from disks import mounted
 
 from agentrl.errors import SandboxError
 from envs.sandbox.contract import Sandbox
@@ -267,16 +268,21 @@ def _processes_that_name(words: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def private_engine(*, keeps_containers: bool = False) -> Iterator[PrivateEngine]:
-    """Skips where no second engine can run. Its folder is not the test's: a socket's path must be short."""
+def private_engine(*, keeps_containers: bool = False, disk_mib: int | None = None) -> Iterator[PrivateEngine]:
+    """Skips where no second engine can run. Its folder is not the test's: a socket's path must be short.
+    `disk_mib`: its images and containers have a disk of their own, of that size, in memory: an engine
+    waits for each file to be written."""
     if os.geteuid() != 0 or shutil.which("dockerd") is None:
         pytest.skip("a second engine needs root and the engine's own program, dockerd")
     engine = PrivateEngine(Path(tempfile.mkdtemp(prefix="dd-")), keeps_containers)
-    try:
-        engine.start()
-        yield engine
-    finally:
-        engine.remove()
+    with contextlib.ExitStack() as disk:
+        try:
+            if disk_mib is not None:
+                disk.enter_context(mounted(engine.folder / "data", mib=disk_mib))
+            engine.start()
+            yield engine
+        finally:
+            engine.remove()
 
 
 @asynccontextmanager

@@ -355,3 +355,29 @@ def test_a_registry_that_asks_for_fewer_pulls_is_waited_for_and_named_in_the_end
         assert 2 <= len(engine.asked) <= 5, "the pauses grow"
 
     asyncio.run(check())
+
+
+def test_a_full_disk_of_the_engine_is_its_own_and_what_a_recipe_says_of_one_is_the_recipes(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "environment"
+    folder.mkdir()
+    (folder / "Dockerfile").write_text("FROM base:1\nRUN make\n")
+    full = {"error": "write /blob: no space left on device"}
+    ran = {"error": "make: No space left on device", "errorDetail": {"code": 2}}
+    saved = f"oci:{layout(tmp_path / 'l', [layer({'bin/bash': 'x'})])}"
+
+    async def check() -> None:
+        for wanted, said, code, owner in (
+            ("debian:12", full, "disk_pressure", "environment"),
+            (str(folder), full, "disk_pressure", "environment"),
+            (saved, full, "disk_pressure", "environment"),
+            (str(folder), ran, "build_failed", "task"),
+        ):
+            engine = FakeEngine(have={"base:1": "sha256:b"}, said=[said])
+            with pytest.raises(BoundaryError) as caught:
+                await made(engine, tmp_path / "state").prepare(wanted)
+            assert (caught.value.code, caught.value.owner) == (code, owner)
+            assert caught.value.retryable is (owner == "environment")
+
+    asyncio.run(check())

@@ -351,6 +351,50 @@ def test_where_nothing_can_be_let_go_nobody_looks_all_the_time(monkeypatch: pyte
     asyncio.run(run())
 
 
+def test_an_image_that_takes_more_than_should_stay_free_is_given_more_until_nothing_can_be_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 1000, 100 should stay free, and 160 are; each thing gives 50 back."""
+    free = 160
+
+    class Shelves:
+        def __init__(self, things: int) -> None:
+            self.have = [item(str(number), age_s=time.time()) for number in range(things)]
+
+        async def stock(self, *, sizes: bool) -> tuple[StockItem, ...]:
+            return tuple(self.have)
+
+        async def discard(self, item: StockItem, *, unused_s: float) -> bool:
+            nonlocal free
+            self.have.remove(item)
+            free += 50
+            return True
+
+    monkeypatch.setattr(room, "free_bytes", lambda _: (free, 1000))
+    monkeypatch.setattr(room, "spare_bytes", lambda _: 100)
+
+    async def takes(much: int) -> int:
+        await asyncio.sleep(0)
+        if free < much:
+            raise SandboxError("The engine's disk is full.", code="disk_pressure", phase="prepare")
+        return free
+
+    async def run() -> None:
+        nonlocal free
+        one = Room(Shelves(20), lambda: (Path("/"),))
+        assert await one.making(lambda: takes(160)) == 160
+        assert await one.making(lambda: takes(300)) == 310, "to 300: three times what should stay free"
+        free = 160
+        assert await one.making(lambda: takes(400)) == 460
+        free = 160
+        with pytest.raises(SandboxError, match="disk is full"):
+            await one.making(lambda: takes(4000))
+        assert len(Shelves(0).have) == 0
+        await one.close()
+
+    asyncio.run(run())
+
+
 # ------------------------------------------------------------------------------------------------ an engine's
 
 
