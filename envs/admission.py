@@ -438,6 +438,7 @@ async def _passes(
             "no_reward",
             "script_leftovers",
             "verifier_killed",
+            "verifier_timeout",
             "reward_file",
         ):
             return False, error.message, None

@@ -812,7 +812,25 @@ def _told(path: str, route: str, **params: str) -> Any:
             first.settimeout(PING_DEADLINE_S)
             first.connect(path)
         with httpx.Client(transport=transport, base_url="http://docker", timeout=INFO_DEADLINE_S) as client:
-            return client.get(API + route, params=params).raise_for_status().json()
+            answer = client.get(API + route, params=params)
+            if answer.is_success:
+                return answer.json()
+        raise SandboxError(
+            f"The Docker engine at {path} refuses: {answer.text.strip()[:500]}",
+            fix="Use an engine of version 20.10 or newer, or another backend: `--backend local`.",
+            code="engine_refused",
+            phase="prepare",
+            retryable=answer.status_code >= 500,
+        )
+    except PermissionError as error:
+        raise SandboxError(
+            f"This user may not ask the Docker engine at {path}.",
+            fix="Add it to the group of that socket (usually docker) and log in again, or set DOCKER_HOST to"
+            " an engine of its own.",
+            code="engine_forbidden",
+            phase="prepare",
+            retryable=False,
+        ) from error
     except (OSError, httpx.HTTPError, ValueError) as error:
         raise SandboxError(
             f"No Docker engine answers at {path}: {error}.",

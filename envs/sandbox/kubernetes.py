@@ -26,6 +26,7 @@ import re
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,6 +150,8 @@ class KubernetesBackend:
         self._opening = asyncio.Lock()
         self._pods: Pods | None = None
         self._owner: dict[str, str] = {}
+        self._ahead_s = 0.0
+        """How much later it is for the server: the one clock that all who sweep agree on."""
         self._sized = True
         self._namespace = ""
         self._tasks: list[asyncio.Task[Any]] = []
@@ -403,6 +406,9 @@ class KubernetesBackend:
             # Ours: the answer was lost, or an earlier process of the same owner made it.
             made = await self._ask("PATCH", f"{self._path('configmaps')}/agentrl-{self.id}", "open", body)
         self._owner = {"name": made["metadata"]["name"], "uid": made["metadata"]["uid"]}
+        self._ahead_s = _written_at(made) - time.time()
+        if abs(self._ahead_s) > REAP_SLACK_S / 2:
+            await self._say_alive()
 
     async def _say_alive(self) -> None:
         """Renew what our pods belong to. Where it is gone (this process slept longer than its lease, and
@@ -421,7 +427,7 @@ class KubernetesBackend:
         )
 
     def _alive_until(self) -> str:
-        return str(int(time.time() + self._lease_s))
+        return str(int(time.time() + self._ahead_s + self._lease_s))
 
     async def _shares_engine(self) -> bool:
         """Whether the one node of the cluster is this machine, on its Docker engine."""
@@ -895,7 +901,7 @@ class KubernetesBackend:
         reaped = 0
         for found in listed["items"]:
             said = (found["metadata"].get("annotations") or {}).get(_ALIVE, "")
-            if not said.isdigit() or time.time() < int(said) + REAP_SLACK_S:
+            if not said.isdigit() or time.time() + self._ahead_s < int(said) + REAP_SLACK_S:
                 continue
             with contextlib.suppress(ApiUnknown, ApiRefused):
                 await self._cluster.insist(
@@ -1020,6 +1026,17 @@ class _Start:
 
     def left(self) -> float:
         return self.deadline.left()
+
+
+def _written_at(made: Json) -> float:
+    """When the server wrote an object last, by its own clock; by ours, when it does not say."""
+    facts = made["metadata"]
+    said = [entry.get("time") for entry in facts.get("managedFields") or ()]
+    moments = []
+    for text in (*said, facts.get("creationTimestamp")):
+        with contextlib.suppress(TypeError, ValueError):
+            moments.append(datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else 0.0)
+    return max(moments, default=0.0) or time.time()
 
 
 async def _quiet(work: Coroutine[Any, Any, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from engines import docker, engine_or_skip
 from agentrl.errors import SandboxError
 from agentrl.types import SandboxSpec
 from envs.sandbox.contract import ExecRequest
-from envs.sandbox.docker import DockerBackend
+from envs.sandbox.docker import DockerBackend, examine
 from envs.sandbox.docker_images import DockerImages
 from envs.sandbox.engine import EngineRefused
 from envs.sandbox.pressure import Pressure
@@ -93,6 +95,42 @@ def test_a_probe_that_somebody_killed_says_nothing_about_the_image(
     with pytest.raises(SandboxError) as caught:
         interpreter(tmp_path, monkeypatch, Probing(code=137))
     assert (caught.value.owner, caught.value.code) == ("environment", "probe_killed")
+
+
+# -------------------------------------------------------------------------- engines that say no
+
+
+def test_an_engine_that_refuses_says_why_and_one_that_may_not_be_asked_says_who_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "engine.sock")
+    words = b'{"message":"client version 1.40 is too new. Maximum supported API version is 1.24"}'
+
+    def serve(listener: socket.socket) -> None:
+        for _ in range(2):  # one that only connects, and one that asks
+            connection, _ = listener.accept()
+            with connection:
+                if connection.recv(65536):
+                    head = f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(words)}\r\n\r\n".encode()
+                    connection.sendall(head + words)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(2)
+        server = threading.Thread(target=serve, args=(listener,), daemon=True)
+        server.start()
+        with pytest.raises(SandboxError, match="too new") as old:
+            examine(path)
+        server.join(10)
+    assert (old.value.code, old.value.retryable) == ("engine_refused", False)
+
+    def refused(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    with pytest.raises(SandboxError, match="may not ask") as caught:
+        examine(path)
+    assert "group" in (caught.value.fix or "")
 
 
 # ------------------------------------------------------------- what an image says of its own start

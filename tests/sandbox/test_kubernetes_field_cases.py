@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 
 from agentrl.errors import SandboxError
 from agentrl.types import SandboxSpec
-from envs.sandbox import kubernetes_watch
+from envs.sandbox import kubernetes, kubernetes_watch
 from envs.sandbox.kubernetes import KubernetesBackend, _create_refused, _Start
 from envs.sandbox.kubernetes_api import ApiRefused, Gone
 from envs.sandbox.kubernetes_ends import start_problem
@@ -221,6 +223,38 @@ def test_what_pods_belong_to_is_made_again_when_it_is_gone(tmp_path: Path) -> No
     asyncio.run(one._say_alive())
     assert [method for method, _ in cluster.asked] == ["PATCH", "POST"]
     assert one._owner["uid"] == "new"
+
+
+@pytest.mark.parametrize("off_s", [-7200, 7200])
+def test_who_has_another_time_sweeps_nobody_who_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off_s: int
+) -> None:
+    """Machines differ by hours, or are set; what counts is the clock of the server that all write to."""
+    server = int(time.time())
+
+    def stamp(seconds: int) -> str:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    made = {"name": "agentrl-x", "uid": "u", "creationTimestamp": stamp(server - 86_400)}
+    made_at = {"metadata": {**made, "managedFields": [{"time": stamp(server)}, {"manager": "no time"}]}}
+
+    def sweeping(until: int) -> Told:
+        neighbour = {"metadata": {"name": "n", "annotations": {"agentrl/alive-until": str(until)}}}
+        return Told(made_at, {"said again": True}, {"items": [neighbour]}, {})
+
+    genuine = time.time
+    monkeypatch.setattr(time, "time", lambda: genuine() + off_s)
+
+    async def run() -> None:
+        lives = backend(tmp_path, sweeping(server + 60))
+        await lives._make_owner()
+        assert abs(int(lives._alive_until()) - server - kubernetes.LEASE_S) < 60
+        assert await lives.reap() == 0
+        dead = backend(tmp_path, sweeping(server - 3600))
+        await dead._make_owner()
+        assert await dead.reap() == 1
+
+    asyncio.run(run())
 
 
 class Watched:
