@@ -465,6 +465,16 @@ class DockerImages:
                 phase="prepare",
                 retryable=False,
             )
+        if code != 0 and "format error" in why.lower():
+            raise SandboxError(
+                f"The image {image_id[:19]} is for another kind of processor than this machine's.",
+                fix="Pull or build the variant for this machine (docker build --platform).",
+                owner="task",
+                code="other_platform",
+                phase="prepare",
+                retryable=False,
+                evidence={"python3": why},
+            )
         if code != 0:
             raise SandboxError(
                 f"The image {image_id[:19]} has no Python >= 3.8, and this machine's does not run there.",

@@ -27,6 +27,7 @@ from agentrl.store import TenantRow
 from agentrl.types import Action, Observation, Task, Verdict, storable, to_json
 from envs.evidence import Admission
 from envs.sandbox.contract import FilePart, NotRegular
+from envs.sandbox.diff import DiffTooLarge
 from harness.gateway import wire
 from services.gateway.core import Gateway, Live
 from services.gateway.limits import MAX_FILE_BYTES, LimitBody
@@ -519,7 +520,12 @@ def _sessions(gateway: Gateway) -> APIRouter:
     @router.get("/sessions/{session_id}/diff", tags=["act"])
     async def diff(one: Session) -> wire.DiffView:
         """Changes of the workdir against the image, taken from outside the sandbox."""
-        changes = await gateway.once(one, "diff", lambda session: session.diff())
+        try:
+            changes = await gateway.once(one, "diff", lambda session: session.diff())
+        except DiffTooLarge as error:
+            raise Refused(
+                413, error.code, error.message, fix="Remove what need not be kept, such as caches and logs."
+            ) from error
         return wire.DiffView(changes=[wire.ChangeView.of(change) for change in changes])
 
     @router.post(

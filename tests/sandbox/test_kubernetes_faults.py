@@ -550,6 +550,24 @@ def test_a_backend_that_died_is_taken_up_by_the_next_one_of_its_owner(space: str
     asyncio.run(check())
 
 
+def test_a_backend_whose_owner_was_swept_makes_sandboxes_again(space: str, state: Path) -> None:
+    """It slept longer than its lease and another swept what its pods belong to: those go, later ones stay."""
+
+    async def check() -> None:
+        async with opened(space, state, lease_s=9.0) as backend:
+            box = await make(backend, state)
+            name = f"configmap/agentrl-{backend.id}"
+            await asyncio.to_thread(kubectl, "delete", name, namespace=space)
+            await asyncio.to_thread(wait_until, lambda: name in backends_in(space))
+            again = await make(backend, state)
+            await asyncio.sleep(3)  # In which the cluster would collect what belongs to nothing.
+            assert (await sh(again, "echo on")).stdout.head == b"on\n"
+            with pytest.raises(SandboxLost):
+                await sh(box, "sleep 30")
+
+    asyncio.run(check())
+
+
 def test_one_backend_never_touches_what_another_one_made(space: str, state: Path) -> None:
     async def check() -> None:
         async with opened(space, state) as mine:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from gateway_given import TOKENS, World, finished, ready, world
+from gateway_given import TOKENS, MemorySandbox, World, finished, ready, world
 
 from agentrl.store import Store
 from agentrl.types import Task
+from envs.sandbox.contract import FileChange
+from envs.sandbox.diff import DiffTooLarge
 from services.gateway import process
 from services.gateway.app import create_app
 
@@ -170,5 +172,25 @@ def test_a_store_that_somebody_holds_delays_what_must_be_written_and_loses_nothi
             assert (await here.ada.send(finished(view.id))).reward == 1.0
             moves = [move.state for move in await asyncio.to_thread(store.session_log, view.id)]
             assert (moves[0], moves[-1]) == ("queued", "done")
+
+    asyncio.run(run())
+
+
+def test_a_diff_that_is_too_large_to_show_is_said_and_ends_nothing(
+    store: Store, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with world(store, [task]) as here:
+            view = await ready(here, task)
+
+            async def large(_: MemorySandbox) -> tuple[FileChange, ...]:
+                raise DiffTooLarge("The workdir has more than 20000 changes.", phase="diff")
+
+            with monkeypatch.context() as once:
+                once.setattr(MemorySandbox, "diff", large)
+                async with here.raw() as http:
+                    answer = await http.get(f"/v1/sessions/{view.id}/diff")
+            assert (answer.status_code, answer.json()["code"]) == (413, "diff_too_large")
+            assert (await here.ada.send(finished(view.id))).reward == 1.0
 
     asyncio.run(run())
