@@ -23,7 +23,7 @@ from agentrl.types import SandboxSpec, Task
 from envs import grading
 from envs.clock import Clock
 from envs.evidence import Admission, Witness
-from envs.sandbox.contract import Backend, ExecRequest, FileChange, Isolation, Mount, Sandbox
+from envs.sandbox.contract import Backend, ExecRequest, FileChange, Isolation, Mount, Sandbox, time_multiplier
 from envs.sandbox.images import workspace
 from envs.session import prepare
 from envs.tasks import package
@@ -323,10 +323,12 @@ async def admit(task: Task, backend: Backend, *, repeats: int = 3, light: bool =
                     reasons.append(
                         f"{label}: {'passes' if passed else 'does not pass'} in run {number + 1}: {why}"
                     )
-        if not reasons and needed_s(costs) > DEADLINE_SHARE * task.grader.timeout_s:
+        longer = time_multiplier(backend)
+        if not reasons and needed_s(costs) > DEADLINE_SHARE * longer * task.grader.timeout_s:
             reasons.append(
-                f"deadline: a verification needs {needed_s(costs):.1f} s of {task.grader.timeout_s:g} s;"
-                f" set verifier.timeout_sec to {math.ceil(needed_s(costs) / DEADLINE_SHARE)} or more"
+                f"deadline: a verification needs {needed_s(costs):.1f} s of"
+                f" {longer * task.grader.timeout_s:g} s; set verifier.timeout_sec to"
+                f" {math.ceil(needed_s(costs) / DEADLINE_SHARE / longer)} or more"
             )
         if not light and not reasons:
             for attack in (*attacks(task), *linked_answers(task, gold)):
@@ -376,6 +378,10 @@ class _Timed:
     @property
     def isolation(self) -> Isolation:
         return self._inner.isolation
+
+    @property
+    def time_multiplier(self) -> float:
+        return time_multiplier(self._inner)
 
     async def prepare(self, environment_dir: str) -> str:
         return await self._inner.prepare(environment_dir)
@@ -468,7 +474,7 @@ async def _solution(task: Task, backend: Backend, image: str) -> tuple[tuple[Fil
             Mount(source=str(folder), target=SOLUTION_TARGET),
             *(() if clock is None else clock.mounts),
         ),
-        deadline_s=CREATE_DEADLINE_S,
+        deadline_s=time_multiplier(backend) * CREATE_DEADLINE_S,
     )
     try:
         witness = Witness(sandbox, image=image, spec=task.sandbox, session="admit-solution", clock=clock)
@@ -476,7 +482,9 @@ async def _solution(task: Task, backend: Backend, image: str) -> tuple[tuple[Fil
         look = ExecRequest(exec_id="admit-look", argv=("test", "-e", ".git"), timeout_s=60.0)
         history = (await witness.exec(look)).exit_code == 0
         request = ExecRequest(
-            exec_id="admit-solve", argv=("bash", f"{SOLUTION_TARGET}/solve.sh"), timeout_s=SOLVE_TIMEOUT_S
+            exec_id="admit-solve",
+            argv=("bash", f"{SOLUTION_TARGET}/solve.sh"),
+            timeout_s=time_multiplier(backend) * SOLVE_TIMEOUT_S,
         )
         result = await witness.exec(request)
         if result.exit_code != 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ConfigDict
@@ -21,6 +22,7 @@ from agentrl.types import (
     ExecStatus,
     Fault,
     JsonScalar,
+    Limits,
     SandboxSpec,
     from_json,
     to_json,
@@ -83,6 +85,15 @@ class Admission:
         """Whether it is so long ago that the task is to be validated again: what passed once may depend on a
         date."""
         return now - self.admitted_at > ADMISSION_FRESH_S
+
+
+def paced(limits: Limits, multiplier: float) -> Limits:
+    """A task's limits where everything may take so many times longer (see `contract.Slower`)."""
+    return replace(
+        limits,
+        exec_timeout_s=multiplier * limits.exec_timeout_s,
+        wall_s=multiplier * limits.wall_s,
+    )
 
 
 def fault_of(error: BoundaryError) -> Fault:
@@ -341,6 +352,8 @@ class Witness:
         origin: dict[str, JsonScalar] = {} if self._origin is None else {"snapshot": self._origin}
         if info.warm:
             origin["warm"] = True
+        if info.time_multiplier != 1:
+            origin["time_multiplier"] = info.time_multiplier
         if self.clock is not None:
             origin["clock"] = self.clock.starts.isoformat()
         return (

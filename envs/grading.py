@@ -44,7 +44,15 @@ from envs.evidence import CONTROL_DEADLINE_S, Admission, Witness, fault_of, of_s
 from envs.graders import registry as graders
 from envs.graders.contract import Attempt, Graded, Grader, Steps, TestsSeen
 from envs.report import PROGRAM_HASH, TestReport, TestRun
-from envs.sandbox.contract import Backend, ExecRequest, ExecResult, FileChange, Isolation, Mount
+from envs.sandbox.contract import (
+    Backend,
+    ExecRequest,
+    ExecResult,
+    FileChange,
+    Isolation,
+    Mount,
+    time_multiplier,
+)
 from envs.sandbox.diff import DiffTooLarge, diff_hash
 from envs.sandbox.images import workspace
 from envs.sandbox.pressure import QUEUE_DEADLINE_S, Pressure
@@ -415,8 +423,9 @@ async def _once(
             phase="verify",
         )
     clock = Clock.of(task)
+    longer = time_multiplier(backend)
     try:
-        async with asyncio.timeout(CREATE_DEADLINE_S + QUEUE_DEADLINE_S + 10.0):
+        async with asyncio.timeout(longer * (CREATE_DEADLINE_S + QUEUE_DEADLINE_S) + 10.0):
             sandbox = await backend.create(
                 task.sandbox,
                 image=image,
@@ -426,7 +435,7 @@ async def _once(
                     *(() if clock is None else clock.mounts),
                 ),
                 apply=changes,
-                deadline_s=CREATE_DEADLINE_S,
+                deadline_s=longer * CREATE_DEADLINE_S,
             )
     except TimeoutError as error:
         raise SandboxError(
@@ -443,6 +452,7 @@ async def _once(
         raise of_system(error, "create") from error
     try:
         witness = Witness(sandbox, image=image, spec=task.sandbox, session=session, clock=clock)
+        turn = replace(turn, slower=turn.slower * sandbox.info.time_multiplier)
         async with _turn(turn):
             await witness.probe("verify")
             await witness.start_clock()
@@ -530,6 +540,8 @@ def _fresh(witness: Witness, changes: tuple[FileChange, ...], turn: Turn) -> Evi
         "test_files_match": True,  # the judges raise otherwise
         "cpu_pressure": witness.cpu_pressure(),
     }
+    if witness.sandbox.info.time_multiplier != 1:
+        facts["time_multiplier"] = witness.sandbox.info.time_multiplier
     if turn.alone:
         facts |= {"alone": True, "slower": turn.slower}
     if witness.clock is not None:

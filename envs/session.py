@@ -26,7 +26,7 @@ from agentrl.errors import BoundaryError, SandboxError, SandboxLost, TaskError, 
 from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict, from_json, storable, to_json
 from envs import grading, tools
 from envs.clock import Clock
-from envs.evidence import CLOCK, Admission, Witness, fault_of, of_system
+from envs.evidence import CLOCK, Admission, Witness, fault_of, of_system, paced
 from envs.sandbox.adoption import Outliving
 from envs.sandbox.contract import (
     Backend,
@@ -37,6 +37,7 @@ from envs.sandbox.contract import (
     Following,
     Health,
     Mount,
+    time_multiplier,
 )
 from envs.sandbox.diff import DiffTooLarge
 from envs.sandbox.images import checked_name, is_name, workspace
@@ -117,7 +118,10 @@ class Session:
         witness: Witness,
         log: list[Transition],
     ) -> None:
-        self.task = task
+        self.time_multiplier = witness.sandbox.info.time_multiplier
+        """See `contract.Slower`."""
+        self.task = replace(task, limits=paced(task.limits, self.time_multiplier))
+        """With the limits that it has in this sandbox."""
         self.id = session_id
         self.tools: list[dict[str, Any]] = tools.tool_schemas(
             task.tools, persistent_shell=tools.persistent(task)
@@ -172,19 +176,20 @@ class Session:
                 retryable=False,
                 evidence={"image": image, "snapshot_image": origin.image},
             )
+        longer = time_multiplier(backend)
         try:
-            async with asyncio.timeout(CREATE_DEADLINE_S + QUEUE_DEADLINE_S + 10.0):
+            async with asyncio.timeout(longer * (CREATE_DEADLINE_S + QUEUE_DEADLINE_S) + 10.0):
                 sandbox = await backend.create(
                     task.sandbox,
                     image=image,
                     session=session_id,
                     mounts=(*mounts, *(() if clock is None else clock.mounts)),
                     apply=() if origin is None else origin.changes,
-                    deadline_s=CREATE_DEADLINE_S,
+                    deadline_s=longer * CREATE_DEADLINE_S,
                 )
         except TimeoutError as error:
             raise SandboxError(
-                f"Session {session_id}: no sandbox within {CREATE_DEADLINE_S:g} s.",
+                f"Session {session_id}: no sandbox within {longer * CREATE_DEADLINE_S:g} s.",
                 code="no_answer",
                 phase="create",
             ) from error

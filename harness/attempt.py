@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agentrl.errors import ModelError, SandboxError
 from agentrl.inference.sampler import Sampler, SampleRequest
@@ -33,6 +33,7 @@ from agentrl.types import (
     Turn,
     Verdict,
 )
+from envs.evidence import paced
 from harness.chat import ChatFormat
 from harness.prompt import Message
 from harness.recorder import Recorder, view_hash
@@ -55,6 +56,19 @@ class SessionLike(Protocol):
     async def finalize(self, *, termination: Termination, fault: Fault | None) -> Verdict: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class SlowerSession(Protocol):
+    """A session that says how many times longer everything may take in it. Optional beside `SessionLike`."""
+
+    time_multiplier: float
+
+
+def slower_by(session: SessionLike | None) -> float:
+    """How many times longer than the task says everything may take in a session: see
+    `envs.sandbox.contract.Slower`."""
+    return session.time_multiplier if isinstance(session, SlowerSession) else 1.0
 
 
 class OutOfBudget(Exception):
@@ -175,7 +189,8 @@ class Attempt:
 
     @property
     def limits(self) -> Limits:
-        return self.task.limits
+        """The task's, where the session is."""
+        return paced(self.task.limits, slower_by(self.session))
 
     @property
     def model(self) -> str:

@@ -31,10 +31,10 @@ from agentrl.types import (
 )
 from envs import grading
 from envs.evidence import Admission, fault_of
-from envs.sandbox.contract import Backend
+from envs.sandbox.contract import Backend, time_multiplier
 from envs.session import Session
 from harness.agent import Agent, ToolAgent
-from harness.attempt import Attempt, OutOfBudget, Seconds, SessionLike
+from harness.attempt import Attempt, OutOfBudget, Seconds, SessionLike, slower_by
 from harness.chat import ChatFormat
 from harness.prompt import SYSTEM_PROMPT
 from harness.recorder import Recorder
@@ -149,7 +149,7 @@ async def run_one(
                         signing_key=signing_key,
                         admission=admission,
                     ),
-                    OPEN_DEADLINE_S,
+                    time_multiplier(backend) * OPEN_DEADLINE_S,
                     "open",
                 )
             one = Attempt(
@@ -271,7 +271,7 @@ async def _verdict(
         try:
             return await _within(
                 session.finalize(termination=termination, fault=fault),
-                2 * task.grader.timeout_s + FINALIZE_GRACE_S,
+                2 * slower_by(session) * task.grader.timeout_s + FINALIZE_GRACE_S,
                 "finalize",
             )
         except Exception as error:  # the boundary of a verdict: classified and recorded

@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Annotated, Literal, Protocol, runtime_checkable
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from agentrl.errors import ConfigError
 from agentrl.types import ExecStatus, SandboxSpec
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -176,6 +178,8 @@ class SandboxInfo:
     ready_ms: float
     warm: bool = False
     """It was started before it was asked for, and waited."""
+    time_multiplier: Annotated[float, Field(ge=1)] = 1.0
+    """How many times longer than elsewhere everything may take in it: see `Slower`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
@@ -344,6 +348,41 @@ class Stocking(Protocol):
         """Remove it, unless a sandbox needs it or it was used within so many seconds: looked at again, at
         once with the removal. False: it stays."""
         ...
+
+
+@runtime_checkable
+class Slower(Protocol):
+    """A backend whose runtime is slower than others (gVisor, a virtual machine), as its operator says, so
+    that slowness of the place is no policy's. Optional beside `Backend`.
+
+    Time limits of tasks, of commands by them, of verifiers, of starts and of queues are so many times longer
+    there; what a caller asks for by itself is not. Each of its sandboxes says the number (`SandboxInfo`), and
+    so does every verdict (E1, E7).
+    """
+
+    @property
+    def time_multiplier(self) -> float:
+        """At least 1."""
+        ...
+
+
+def time_multiplier(backend: object) -> float:
+    """Of a backend: 1 where it says nothing of it."""
+    return backend.time_multiplier if isinstance(backend, Slower) else 1.0
+
+
+def checked_multiplier(value: float | str | None, name: str) -> float:
+    """A time multiplier as an operator gives it; None: 1. Raises `ConfigError`, naming the option."""
+    try:
+        number = 1.0 if value is None else float(value)
+    except ValueError:
+        number = math.nan
+    if not 1 <= number <= 1000:
+        raise ConfigError(
+            f"{name} = {value!r:.100} is no time multiplier.",
+            fix="Write a number from 1 to 1000, such as 2.5.",
+        )
+    return number
 
 
 @runtime_checkable

@@ -33,6 +33,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import httpx
 
+from agentrl.config import environment
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost
 from agentrl.types import JsonScalar, SandboxSpec, from_json, to_json
 from envs.sandbox import docker_disk, docker_init, docker_outlive
@@ -40,14 +41,22 @@ from envs.sandbox import namespaces as ns
 from envs.sandbox.agent import Inbox, frames
 from envs.sandbox.cgroups import RESERVED_MEMORY_MIB
 from envs.sandbox.channel import Channel, last_words
-from envs.sandbox.contract import FileChange, Isolation, Mount, SandboxInfo, StockItem, StockKind
+from envs.sandbox.contract import (
+    FileChange,
+    Isolation,
+    Mount,
+    SandboxInfo,
+    StockItem,
+    StockKind,
+    checked_multiplier,
+)
 from envs.sandbox.diff import diff_overlay
 from envs.sandbox.docker_disk import HOME, POLICY_ID
 from envs.sandbox.docker_images import ENGINES, PYTHON, TOOLS, DockerImages, Prepared
 from envs.sandbox.engine import API, PING_DEADLINE_S, Engine, EngineRefused, EngineUnknown, socket_path
 from envs.sandbox.images import require_room
 from envs.sandbox.live import LiveSandbox
-from envs.sandbox.pressure import Deadline, Pressure, not_ready, waited_in_vain
+from envs.sandbox.pressure import QUEUE_DEADLINE_S, Deadline, Pressure, not_ready, waited_in_vain
 from envs.sandbox.room import Room
 from envs.sandbox.shelf import NOTE, Shelf, held_while, in_order
 from envs.sandbox.warm import Kind, PoolState, WarmPool
@@ -109,9 +118,14 @@ class DockerBackend:
         lease_s: float = LEASE_S,
         orphan_grace_s: float = ORPHAN_GRACE_S,
         creates_at_once: int | None = None,
+        time_multiplier: float | None = None,
     ) -> None:
         state = (state_dir or Path.home() / ".local" / "state" / "agentrl").absolute() / "docker"
         self._engine = Engine(socket_path(host))
+        self.time_multiplier = checked_multiplier(
+            time_multiplier or environment("DOCKER_TIME_MULTIPLIER"), "AGENTRL_DOCKER_TIME_MULTIPLIER"
+        )
+        """See `contract.Slower`: of the engine's default runtime."""
         self._state = state
         self.id = f"{os.getpid()}-{os.urandom(4).hex()}"
         self.pressure = Pressure(creates_at_once or CREATES_PER_CORE * (os.cpu_count() or 1))
@@ -212,7 +226,7 @@ class DockerBackend:
         if self._pool is not None and not mounts:
             sandbox = await self._handed_out(self._pool, spec, image, session, begun)
         if sandbox is None:
-            start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", Deadline(deadline_s), image)
+            start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", self._deadline(deadline_s), image)
             launched = await self._launch(start, spec, image, prepared, session, mounts, deadline_s)
             sandbox = self._alive(launched, begun)
         if apply:
@@ -222,6 +236,9 @@ class DockerBackend:
                 await sandbox.close()
                 raise
         return sandbox
+
+    def _deadline(self, seconds: float) -> Deadline:
+        return Deadline(seconds, queue_s=self.time_multiplier * QUEUE_DEADLINE_S)
 
     async def _launch(
         self,
@@ -325,7 +342,7 @@ class DockerBackend:
     async def _make_warm(self, kind: Kind) -> _Launched:
         image, spec = kind[0], from_json(SandboxSpec, kind[1])
         prepared = await self._images.require(image)
-        start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", Deadline(WARM_DEADLINE_S), image)
+        start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", self._deadline(WARM_DEADLINE_S), image)
         try:
             return await self._launch(start, spec, image, prepared, "", (), WARM_DEADLINE_S)
         except (BoundaryError, OSError):
@@ -512,6 +529,7 @@ class DockerBackend:
             limits_enforced=("memory", "pids", "cpu", "disk", "network"),
             ready_ms=(time.monotonic() - begun) * 1000,
             warm=warm,
+            time_multiplier=self.time_multiplier,
         )
         sandbox = LiveSandbox(info, launched.channel, differ=differ, end=end)
         self._live.add(sandbox)

@@ -54,7 +54,7 @@ from envs.sandbox.kubernetes_pod import (
 )
 from envs.sandbox.kubernetes_watch import Pods
 from envs.sandbox.live import LiveSandbox
-from envs.sandbox.pressure import Deadline, Pressure, not_ready, waited_in_vain
+from envs.sandbox.pressure import QUEUE_DEADLINE_S, Deadline, Pressure, not_ready, waited_in_vain
 from envs.sandbox.warm import Kind, PoolState, WarmPool
 
 T = TypeVar("T")
@@ -168,6 +168,11 @@ class KubernetesBackend:
         return "kubernetes"
 
     @property
+    def time_multiplier(self) -> float:
+        """See `contract.Slower`: of the placement's RuntimeClass."""
+        return self._placement.time_multiplier
+
+    @property
     def leaked(self) -> int:
         """Pods whose deletion has failed and is being tried again."""
         return len(self._failed_removals)
@@ -219,7 +224,7 @@ class KubernetesBackend:
         if self._pool is not None and not mounts:
             sandbox = await self._handed_out(self._pool, spec, image, session, begun)
         if sandbox is None:
-            start = _Start(self._new_name(), Deadline(deadline_s))
+            start = _Start(self._new_name(), self._deadline(deadline_s))
             launched = await self._launch(start, spec, image, prepared, session, mounts, deadline_s)
             sandbox = self._alive(launched, begun)
         if apply:
@@ -229,6 +234,9 @@ class KubernetesBackend:
                 await sandbox.close()
                 raise
         return sandbox
+
+    def _deadline(self, seconds: float) -> Deadline:
+        return Deadline(seconds, queue_s=self.time_multiplier * QUEUE_DEADLINE_S)
 
     def _new_name(self) -> str:
         return f"agentrl-{self.id}-{self._process}{next(self._numbers)}"
@@ -347,7 +355,7 @@ class KubernetesBackend:
     async def _make_warm(self, kind: Kind) -> _Launched:
         image, spec = kind[0], from_json(SandboxSpec, kind[1])
         prepared = await self._images.require(image)
-        start = _Start(self._new_name(), Deadline(WARM_DEADLINE_S), waits=True)
+        start = _Start(self._new_name(), self._deadline(WARM_DEADLINE_S), waits=True)
         try:
             made = await self._launch(start, spec, image, prepared, "", (), WARM_DEADLINE_S)
         except (BoundaryError, OSError):
@@ -523,6 +531,7 @@ class KubernetesBackend:
             limits_enforced=launched.limits,
             ready_ms=(time.monotonic() - begun) * 1000,
             warm=warm,
+            time_multiplier=self.time_multiplier,
         )
 
         async def end() -> None:

@@ -25,6 +25,7 @@ from agentrl.errors import ConfigError
 from agentrl.types import SandboxSpec
 from envs.sandbox import namespaces as ns
 from envs.sandbox.cgroups import RESERVED_MEMORY_MIB
+from envs.sandbox.contract import checked_multiplier
 from envs.sandbox.kubernetes_ends import SANDBOX, WITNESS
 
 LABEL = "agentrl"
@@ -68,6 +69,8 @@ class Placement:
     """Prefix of the PriorityClasses `<prefix>-verifier`, `<prefix>-live` and `<prefix>-warm`; None: the
     cluster's default."""
     runtime_class: str | None = None
+    time_multiplier: float = 1.0
+    """How many times longer things may take under it: see `contract.Slower`."""
     pull_secret: str | None = None
 
     @classmethod
@@ -79,6 +82,9 @@ class Placement:
             fence=environment("KUBERNETES_FENCE") or "pod",
             priority=environment("KUBERNETES_PRIORITY"),
             runtime_class=environment("KUBERNETES_RUNTIME_CLASS"),
+            time_multiplier=checked_multiplier(
+                environment("KUBERNETES_TIME_MULTIPLIER"), "AGENTRL_KUBERNETES_TIME_MULTIPLIER"
+            ),
             pull_secret=environment("KUBERNETES_PULL_SECRET"),
         )
         for name, value, known in (

@@ -170,8 +170,9 @@ class Deadline:
     """When an operation must be over, not counting its wait for a turn. An asynchronous context around the
     operation: ends it with `TimeoutError`."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, queue_s: float = QUEUE_DEADLINE_S) -> None:
         self._seconds = seconds
+        self._queue_s = queue_s
         self._until = time.monotonic() + seconds
         self._limit = asyncio.timeout(seconds)
         self.queued = False
@@ -194,9 +195,9 @@ class Deadline:
 
     @asynccontextmanager
     async def turn(self, pressure: Pressure) -> AsyncIterator[None]:
-        """Hold a slot. The deadline stands still while it is waited for, at most `QUEUE_DEADLINE_S`."""
+        """Hold a slot. The deadline stands still while it is waited for, at most `queue_s`."""
         left_s = self.left()
-        self._move(QUEUE_DEADLINE_S)
+        self._move(self._queue_s)
         self.queued = True
         async with pressure.slot():
             self.queued = False
@@ -204,8 +205,8 @@ class Deadline:
             yield
 
     def postpone(self, seconds: float) -> None:
-        """Not count so many seconds that were spent in somebody else's queue, `QUEUE_DEADLINE_S` in all."""
-        if self._postponed_s + seconds <= QUEUE_DEADLINE_S:
+        """Not count so many seconds that were spent in somebody else's queue, `queue_s` in all."""
+        if self._postponed_s + seconds <= self._queue_s:
             self._postponed_s += seconds
             self._move(self.left() + seconds)
 

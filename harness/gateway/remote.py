@@ -50,6 +50,7 @@ class RemoteSession:
         self.id = view.id
         self.tools: list[dict[str, Any]] = view.tools
         self.submitted = view.submitted
+        self.time_multiplier = view.time_multiplier
         self._client = client
         self._task = task
         self._signing_key = signing_key
@@ -88,7 +89,7 @@ class RemoteSession:
                 call_id=str(self._calls),
                 action_id=action.id,
                 arguments=action.arguments,
-                deadline_s=self._task.limits.exec_timeout_s + CALL_GRACE_S,
+                deadline_s=self.time_multiplier * self._task.limits.exec_timeout_s + CALL_GRACE_S,
             )
         )
         return seen
@@ -100,7 +101,7 @@ class RemoteSession:
                 self.id,
                 termination=termination,
                 fault=fault,
-                deadline_s=2 * self._task.grader.timeout_s + FINALIZE_GRACE_S,
+                deadline_s=2 * self.time_multiplier * self._task.grader.timeout_s + FINALIZE_GRACE_S,
             )
         )
         self._ended = True

@@ -187,6 +187,8 @@ class SessionView(_Wire):
     lease: LeaseView
     deadline_at: float | None
     isolation: str
+    time_multiplier: float = 1.0
+    """The task's time limits are so many times longer in its sandbox, whose runtime is slow."""
     tools: list[dict[str, Any]]
     """OpenAI function schemas; empty until ready."""
     submitted: bool

@@ -65,6 +65,7 @@ from envs.sandbox.contract import (
     Sandbox,
     Short,
 )
+    time_multiplier,
 from envs.sandbox.diff import DiffTooLarge
 from envs.sandbox.warm import PoolState, Warming
 from envs.session import Session, image_of, prepare
@@ -237,6 +238,10 @@ class _Observed:
         return self._inner.isolation
 
     async def prepare(self, environment_dir: str) -> str:
+    @property
+    def time_multiplier(self) -> float:
+        return time_multiplier(self._inner)
+
         digest, waited_s = await self._gateway.limiters.prepare(self._inner, environment_dir)
         self._gateway.metrics.limited("prepare", waited_s)
         if self._live is not None:
@@ -1127,6 +1132,7 @@ class Gateway:
             gateway_epoch=self.epoch,
         )
 
+            time_multiplier=time_multiplier(self.backend),
     async def settled(self, live: Live, wait_s: float) -> None:
         """Wait, at most so long, until it is ready or ended."""
         until = time.monotonic() + wait_s
@@ -1556,7 +1562,9 @@ class Gateway:
             try:
                 if judged:
                     claim = await self._turn(self.verification, live.tenant, "verification", verifications=1)
-                async with asyncio.timeout(2 * live.task.grader.timeout_s + FINALIZE_GRACE_S):
+                async with asyncio.timeout(
+                    2 * time_multiplier(self.backend) * live.task.grader.timeout_s + FINALIZE_GRACE_S
+                ):
                     verdict = await live.session.finalize(termination=termination, fault=fault, keep=True)
             except TimeoutError:
                 self._begin_end(live, State.FAILED, _silent(live))
