@@ -24,6 +24,7 @@ from envs import grading
 from envs.clock import Clock
 from envs.evidence import Admission, Witness
 from envs.sandbox.contract import Backend, ExecRequest, FileChange, Isolation, Mount, Sandbox, time_multiplier
+from envs.sandbox.diff import DiffTooLarge
 from envs.sandbox.images import workspace
 from envs.session import prepare
 from envs.tasks import package
@@ -495,7 +496,15 @@ async def _solution(task: Task, backend: Backend, image: str) -> tuple[tuple[Fil
                 code="solution_failed",
             )
         await witness.kill_all()
-        return await witness.diff(), history
+        try:
+            return await witness.diff(), history
+        except DiffTooLarge as error:  # here it is no policy's
+            raise TaskError(
+                f"solution/solve.sh leaves more than a diff may carry: {error.message}",
+                fix="Let it remove what it needs only for a while, or make that in /tmp.",
+                phase="admit",
+                code="solution_failed",
+            ) from error
     finally:
         await sandbox.close()
 

@@ -170,7 +170,7 @@ class PlainBackend:
             if not await _ended(process, 1.0):
                 process.kill()  # Its supervisors notice and end their commands.
                 await _ended(process, 5.0)
-            await asyncio.to_thread(shutil.rmtree, folder, True)
+            await asyncio.to_thread(_remove, folder)
 
         async def differ() -> tuple[FileChange, ...]:
             fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -213,6 +213,14 @@ class PlainBackend:
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)))
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder however deep it is; what can not be removed stays."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:  # One call for each level, before Python 3.13.
+        subprocess.run(["rm", "-rf", "--", str(folder)], check=False, timeout=60.0)
 
 
 async def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:

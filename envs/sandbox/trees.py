@@ -71,7 +71,7 @@ class _Walk:
     def _folder(self, upper: int, lower: int | None, prefix: str, depth: int, whole: bool) -> None:
         """`whole`: `upper` says everything about this directory, so what it lacks is deleted."""
         if depth > MAX_DEPTH:
-            raise TooLarge(f"{prefix} is nested deeper than {MAX_DEPTH} directories.")
+            raise TooLarge(f"{prefix[:200]}… is nested deeper than {MAX_DEPTH} directories.")
         names = [n for n in os.listdir(upper) if _encodable(n)]
         if whole and lower is not None:
             for name in set(os.listdir(lower)) - set(names):

@@ -14,7 +14,8 @@ from faulty_backend import FIX, KEY, Faults, FaultyBackend, admission_of, attemp
 from agentrl.errors import SandboxError, TaskError
 from agentrl.types import Action, EvidenceKey, Task, Termination, Verdict
 from envs import grading
-from envs.admission import _history_leak, _passes, _solution, attacks
+from envs.admission import _history_leak, _passes, _solution, admit, attacks
+from envs.evidence import Admission
 from envs.sandbox.diff import DiffTooLarge
 from envs.sandbox.local import LocalBackend
 from envs.session import Session, prepare
@@ -317,3 +318,18 @@ def test_an_exploit_that_ends_the_verifier_earns_nothing_and_puts_no_task_aside(
             await backend.close()
 
     assert asyncio.run(run()) is False
+
+
+def test_a_solution_that_no_diff_can_carry_is_a_reason_and_no_policys_fault(tmp_path: Path) -> None:
+    task = small_task(tmp_path / "t", solution="#!/bin/bash\nfor i in $(seq 70); do mkdir d; cd d; done\n")
+
+    async def run() -> Admission:
+        backend = FaultyBackend()
+        try:
+            return await admit(task, backend, light=True)
+        finally:
+            await backend.close()
+
+    found = asyncio.run(run())
+    assert not found.valid
+    assert "more than a diff may carry" in found.reasons[0]

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,19 @@ from agentrl.types import SandboxSpec
 from envs.sandbox import trees
 from envs.sandbox.agent import apply_changes
 from envs.sandbox.contract import ExecRequest, ExecResult, FileChange, Sandbox
-from envs.sandbox.diff import diff_trees
+from envs.sandbox.diff import DiffTooLarge, diff_trees
 from envs.sandbox.plain import PlainBackend
 
 NOBODY = 65534
 
 
-def in_a_sandbox(tmp_path: Path, *commands: str) -> list[ExecResult]:
+async def _nothing(_: Sandbox) -> None:
+    pass
+
+
+def in_a_sandbox(
+    tmp_path: Path, *commands: str, then: Callable[[Sandbox], Awaitable[None]] = _nothing
+) -> list[ExecResult]:
     """Commands in one sandbox whose agent is the policy's user too."""
 
     async def run() -> list[ExecResult]:
@@ -34,10 +40,12 @@ def in_a_sandbox(tmp_path: Path, *commands: str) -> list[ExecResult]:
         spec = SandboxSpec(image="dir:environment", memory_mib=64, disk_mib=16)
         box: Sandbox = await backend.create(spec, image=image, session="field")
         try:
-            return [
+            seen = [
                 await box.exec(ExecRequest(exec_id=str(n), command=command, timeout_s=20.0))
                 for n, command in enumerate(commands)
             ]
+            await then(box)
+            return seen
         finally:
             await backend.close()
 
@@ -195,3 +203,17 @@ def test_who_is_asked_for_by_name_is_known_without_an_entry_in_the_image(tmp_pat
     """`getpass.getuser()` asks the environment first; an image has no entry for a user that it never had."""
     (result,) = in_a_sandbox(tmp_path, 'python3 -c "import getpass; print(getpass.getuser())"; echo $USER')
     assert result.stdout.text() == ("root\nroot\n" if os.getuid() == 0 else "policy\npolicy\n")
+
+
+def test_a_workdir_thousands_of_folders_deep_is_the_policys_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    deep = 'python3 -c "import os\nfor _ in range(3000): os.mkdir(chr(100)); os.chdir(chr(100))"; pwd'
+
+    async def look(box: Sandbox) -> None:
+        with pytest.raises(DiffTooLarge) as caught:
+            await box.diff()
+        assert len(str(caught.value)) < 500
+
+    (result,) = in_a_sandbox(tmp_path, deep, then=look)
+    assert not Path(result.stdout.text().strip()).exists()
