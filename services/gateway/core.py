@@ -21,8 +21,8 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -62,6 +62,7 @@ from envs.sandbox.contract import (
     Isolation,
     Mount,
     NotRun,
+    Pulling,
     Sandbox,
     Short,
 )
@@ -75,7 +76,7 @@ from harness.gateway import wire
 from services.gateway.journal import Journal
 from services.gateway.limiters import Limiters
 from services.gateway.metrics import Metrics
-from services.gateway.preparing import Preparations
+from services.gateway.preparing import Fetching, Preparations
 from services.gateway.ration import Claim, Ration
 from services.gateway.refused import Over, Refused, key_reused
 from services.gateway.snapshots import Snapshots, request_hash
@@ -326,7 +327,7 @@ class Gateway:
         self.permits = Ration(permits=self.settings.permits)
         self.verification = Ration(verifications=self.settings.verify)
         self.limiters = Limiters(creates=self.settings.creates, permits=self.permits)
-        self._preparations = Preparations(_Observed(self, None))
+        self._preparations = Preparations(self._preparing)
 
     # --------------------------------------------------------------------------------------------- lifecycle
 
@@ -716,6 +717,22 @@ class Gateway:
             lambda: self._store.add_admission(task.id, task.revision, valid=made.valid, facts=to_dict(made))
         )
         return made
+
+    def _preparing(self, tenant: str) -> Backend:
+        """The backend as images are prepared on it ahead."""
+        place = _Observed(self, None)
+        if not isinstance(self.backend, Pulling):
+            return place
+
+        @asynccontextmanager
+        async def turn() -> AsyncIterator[None]:
+            claim = await self._turn(self.verification, tenant, "verification", verifications=1)
+            try:
+                yield
+            finally:
+                self.verification.release(claim)
+
+        return Fetching(place, self.backend, turn)
 
     async def prepare_images(
         self, tenant: str, request: wire.PrepareRequest, *, wait_s: float

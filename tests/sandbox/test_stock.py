@@ -7,6 +7,8 @@ import asyncio
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -229,6 +231,51 @@ def test_the_image_of_a_sandbox_is_needed_until_it_ends_and_can_be_made_again(
         await again.close()
         await backend.close()
         assert not list((tmp_path / "state" / "run").glob(f"*/*{NOTE}"))
+
+    asyncio.run(run())
+
+
+ABANDONED = """
+import asyncio, sys
+from pathlib import Path
+from agentrl.types import SandboxSpec
+from envs.sandbox.local import LocalBackend
+
+async def run():
+    backend = LocalBackend(Path(sys.argv[1]))
+    backend.outlive("me")
+    image = await backend.prepare(sys.argv[2])
+    spec = SandboxSpec(image=image, memory_mib=64, disk_mib=8, pids=32)
+    await backend.create(spec, image=image, session="s")
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(run())
+"""
+
+
+def test_a_sandbox_whose_process_was_killed_needs_its_image_until_whoever_adopts_it_ends_it(
+    backend: LocalBackend, tmp_path: Path
+) -> None:
+    wanted = environment(tmp_path / "e", "hello")
+    words = [sys.executable, "-c", ABANDONED, str(tmp_path / "state"), wanted]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.kill()
+
+    async def run() -> None:
+        (one,) = await backend.stock(sizes=False)
+        assert one.users == 1
+        assert not await backend.discard(one, unused_s=0)
+        backend.outlive("me")
+        box = await backend.adopt("s")
+        assert box is not None
+        assert await said(box, "cat a.txt") == "hello"
+        assert not await backend.discard(one, unused_s=0)
+        await box.close()
+        assert await backend.discard(one, unused_s=0)
+        await backend.close()
 
     asyncio.run(run())
 

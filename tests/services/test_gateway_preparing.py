@@ -159,3 +159,43 @@ def test_a_preparation_that_does_not_end_is_left_with_what_it_waited_for(
                     pass
 
     asyncio.run(run())
+
+
+def test_on_a_cluster_one_sandbox_of_each_image_is_started_in_the_turn_of_a_verification(
+    store: Store, task: Task, tmp_path: Path
+) -> None:
+    tasks = [task, *(task_at(tmp_path / f"t{number}", f"t{number}") for number in range(4))]
+
+    class Cluster(MemoryBackend):
+        """Images are fetched by who starts: all but one from the same."""
+
+        async def pulled_for(self, digest: str) -> str:
+            return next(sources)
+
+    sources = iter(["one", "two", "one", "two", "one"])
+    at_once = most = 0
+    made: list[str] = []
+
+    async def before(operation: str, session: str) -> None:
+        nonlocal at_once, most
+        if operation == "create":
+            made.append(session)
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0.01)
+            at_once -= 1
+            if len(made) == 1:
+                raise SandboxError(
+                    "The node can not pull it.", code="pull_failed", phase="start", retryable=False
+                )
+
+    async def run() -> None:
+        async with world(store, tasks, backend=Cluster(before=before), verify=1) as here:
+            ask = calls.prepare_tasks([(each.id, None) for each in tasks], client_key="k", wait_s=10)
+            told = await here.ada.send(ask)
+            assert sorted(status.code or "" for status in told.images) == ["", "", "", "", "pull_failed"]
+            assert (len(made), most) == (3, 1)
+            assert here.backend.live == set()
+            assert not any(here.gateway.verification.in_use.values())
+
+    asyncio.run(run())
