@@ -22,8 +22,11 @@ from typing import BinaryIO
 from agentrl.errors import SandboxError
 from envs.sandbox.interpreter import base_python
 
-VERSION = 1
+VERSION = 2
 """Raised when what goes in changes."""
+COMPANIONS = ("libdl.so.2", "libm.so.6", "libpthread.so.0", "librt.so.1", "libutil.so.1", "libgcc_s.so.1")
+"""What every system has beside its C library: programs of elsewhere are linked to them, though newer ones of
+this machine may not be."""
 REQUIRED = ("bash", "sh", "env", "cat", "ls", "rm", "cp", "mv", "mkdir", "id", "sleep", "ldd")
 OPTIONAL = """
     base64 basename chgrp chmod chown cksum comm csplit cut date dd df dirname du echo expand expr false
@@ -117,6 +120,13 @@ def _libraries(files: list[str]) -> set[str]:
     }
 
 
+def _companions(libraries: set[str]) -> list[str]:
+    """Those that are here, beside the C library that is among these."""
+    folders = {os.path.dirname(path) for path in libraries if os.path.basename(path) == "libc.so.6"}
+    beside = [os.path.join(folder, name) for folder in sorted(folders) for name in COMPANIONS]
+    return [path for path in beside if os.path.exists(path)]
+
+
 class _Rootfs:
     def __init__(self, tar: tarfile.TarFile) -> None:
         self._tar = tar
@@ -131,7 +141,8 @@ class _Rootfs:
         for name, text in _ETC.items():
             self._text(name, text)
         modules = self._python(Path(python))
-        for path in (*programs, *_libraries([*programs, python, *modules])):
+        libraries = _libraries([*programs, python, *modules])
+        for path in (*programs, *sorted(libraries), *_companions(libraries)):
             self._copy(path)
         if os.path.isfile("/etc/ld.so.cache"):
             self._copy("/etc/ld.so.cache")  # So that libraries in unusual folders are found there too.

@@ -120,6 +120,8 @@ class ApiProxy:
     rules: list[Rule] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
     silent: bool = False
+    lag_s: float = 0.0
+    """How late a watch tells what it heard."""
     url: str = ""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -198,6 +200,8 @@ class ApiProxy:
             while data := await source.read(1 << 16):
                 if watch and self.silent:
                     continue
+                if watch and self.lag_s:
+                    await asyncio.sleep(self.lag_s)
                 target.write(data)
                 await target.drain()
 

@@ -1,5 +1,5 @@
 """Pods that are started before anyone asks: given away by one PATCH, never too many, nobody's but one's. On a
-cluster of this process, whose watch tells late."""
+cluster of this process, whose watch tells late; and once on a real one."""
 
 # ruff: noqa: ASYNC110  (waiting for what another task does is what these tests do)
 
@@ -8,18 +8,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import clusters
 import pytest
 from listed import wanted
 
 from agentrl.errors import SandboxError
 from agentrl.types import SandboxSpec
 from envs.sandbox import kubernetes, warm
+from envs.sandbox.conformance import sh
 from envs.sandbox.contract import Mount
 from envs.sandbox.kubernetes import KubernetesBackend
 from envs.sandbox.kubernetes_api import ApiRefused, ApiUnknown
@@ -197,13 +200,13 @@ async def opened(state: Path, fake: Fake, size: int = 2, **options: Any) -> Asyn
     assert fake.pods == {}
 
 
-async def make(backend: Faked, image: str, session: str, **more: Any) -> LiveSandbox:
+async def make(backend: KubernetesBackend, image: str, session: str, **more: Any) -> LiveSandbox:
     spec = SandboxSpec(image=image, memory_mib=64, disk_mib=16, pids=48)
-    return await backend.create(spec, image=image, session=session, deadline_s=20.0, **more)
+    return await backend.create(spec, image=image, session=session, deadline_s=60.0, **more)
 
 
-async def filled(backend: Faked, ready: int) -> None:
-    async with asyncio.timeout(20):
+async def filled(backend: KubernetesBackend, ready: int) -> None:
+    async with asyncio.timeout(60):
         while backend.pool is None or (backend.pool.ready, backend.pool.making) != (ready, 0):
             await asyncio.sleep(0.01)
 
@@ -354,3 +357,45 @@ def test_what_waits_has_the_lowest_class_and_whoever_gives_it_away_may_patch_pod
     }
     assert made == {"warm": "agentrl-warm", "live": "agentrl-live", "verifier": "agentrl-verifier"}
     assert "patch" in {kind: verbs for kind, _, verbs in kubernetes._RIGHTS}["pods"]
+
+
+@pytest.mark.kubernetes
+def test_on_a_cluster_whose_watch_tells_late_one_that_waited_is_given_away_at_once(tmp_path: Path) -> None:
+    async def check(space: str, proxy: clusters.ApiProxy) -> None:
+        backend = KubernetesBackend(tmp_path, placement=Placement(namespace=space), server=proxy.url)
+        backend.keep_warm(1)
+        try:
+            (tmp_path / "environment").mkdir()
+            (tmp_path / "environment" / "app.py").write_text("print('hello')\n")
+            image = await backend.prepare(str(tmp_path / "environment"))
+            cold = await make(backend, image, "one")
+            await filled(backend, 1)
+            await cold.close()
+            proxy.lag_s, begun = 5.0, time.monotonic()
+            given = await make(backend, image, "two")
+            took_s = time.monotonic() - begun
+            assert (cold.info.warm, given.info.warm) == (False, True)
+            assert took_s < 5.0, "no news of the watch was waited for"
+            assert proxy.count("PATCH /api/v1/namespaces/") == 1
+            assert (await sh(given, "cat app.py")).stdout.head == b"print('hello')\n"
+            said = await asyncio.to_thread(clusters.pod_json, space, given.info.id)
+            assert said["metadata"]["annotations"]["agentrl/session"] == "two"
+            until = time.monotonic() + 60
+            while backend.pool is None or backend.pool.ready < 1:
+                there = set(await asyncio.to_thread(clusters.pods_in, space))
+                there -= {f"pod/{box.info.id}" for box in (cold, given)}
+                assert len(there) <= 1, "never more than its size, though it hears late of each"
+                assert time.monotonic() < until
+                await asyncio.sleep(0.3)
+        finally:
+            proxy.lag_s = 0.0
+            await backend.close()
+        assert backend.leaked == 0
+        assert await asyncio.to_thread(clusters.pods_in, space) == []
+
+    async def run(space: str) -> None:
+        async with clusters.proxied() as proxy:
+            await check(space, proxy)
+
+    with clusters.namespace() as space:
+        asyncio.run(run(space))
