@@ -65,8 +65,8 @@ from envs.sandbox.contract import (
     Pulling,
     Sandbox,
     Short,
-)
     time_multiplier,
+)
 from envs.sandbox.diff import DiffTooLarge
 from envs.sandbox.warm import PoolState, Warming
 from envs.session import Session, image_of, prepare
@@ -238,11 +238,11 @@ class _Observed:
     def isolation(self) -> Isolation:
         return self._inner.isolation
 
-    async def prepare(self, environment_dir: str) -> str:
     @property
     def time_multiplier(self) -> float:
         return time_multiplier(self._inner)
 
+    async def prepare(self, environment_dir: str) -> str:
         digest, waited_s = await self._gateway.limiters.prepare(self._inner, environment_dir)
         self._gateway.metrics.limited("prepare", waited_s)
         if self._live is not None:
@@ -1132,6 +1132,7 @@ class Gateway:
             position=position,
             eta_s=eta,
             queue_ms=1000 * (live.limited_s + (live.claim.waited_s if queued else 0.0)),
+            time_multiplier=time_multiplier(self.backend),
             lease=self.lease_view(live),
             deadline_at=live.request.deadline_at,
             isolation=self.backend.isolation,
@@ -1149,7 +1150,6 @@ class Gateway:
             gateway_epoch=self.epoch,
         )
 
-            time_multiplier=time_multiplier(self.backend),
     async def settled(self, live: Live, wait_s: float) -> None:
         """Wait, at most so long, until it is ready or ended."""
         until = time.monotonic() + wait_s
