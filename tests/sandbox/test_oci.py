@@ -49,6 +49,7 @@ from envs.sandbox.kubernetes_images import KubernetesImages
 from envs.sandbox.local import LocalBackend
 from envs.sandbox.oci import OciImages
 from envs.sandbox.plain import PlainBackend
+from envs.sandbox.tars import HEADER_BYTES, Forwards
 from envs.session import image_of, prepare
 from envs.tasks import archive, package
 
@@ -448,6 +449,7 @@ HOSTILE: dict[str, tuple[str, list[tuple[str, Any]]]] = {
     "a file where a folder must be": ("/tmp should be a folder", [("tmp", "1")]),
     "a circle where a folder must be": ("/etc should be a folder", [("etc", link("etc", "etc"))]),
     "a kind that nobody knows": ("of an unknown kind", [("x", entry("x", b"V"))]),
+    "a file with holes": ("with holes", [("x", entry("x", pax_headers={"GNU.sparse.map": "0,0"}))]),
 }
 
 
@@ -482,14 +484,17 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "another configuration": ("is damaged", lambda at: damaged(blob(at, -1), lambda d: d + b" ")),
     "no configuration": ("lacks blobs/sha256", lambda at: blob(at, -1).unlink()),
     "no index": ("lacks index.json", lambda at: (at / "index.json").unlink()),
-    "an index that is no JSON": ("can not be read", lambda at: damaged(at / "index.json", lambda d: d[:-1])),
+    "an index that is no JSON": (
+        "can not be read: index.json",
+        lambda at: damaged(at / "index.json", lambda d: d[:-1]),
+    ),
     "an index of nothing": (
         "for no machine",
         lambda at: damaged(at / "index.json", lambda _: b'{"manifests": []}'),
     ),
     "an index that is a list": ("is no table", lambda at: damaged(at / "index.json", lambda _: b"[]")),
     "an index nested for ever": (
-        "can not be read",
+        "can not be read: index.json",
         lambda at: damaged(at / "index.json", lambda _: b"[" * 100_000),
     ),
     "an index of lists": (
@@ -543,13 +548,84 @@ def written(file: Path, data: bytes) -> Path:
     return file
 
 
+def without_digests(said: Any) -> bytes:
+    facts = json.loads(config(SMALL))
+    return json.dumps({**facts, "rootfs": {"diff_ids": [said, said]}}).encode()
+
+
+def encrypted(where: Path) -> Path:
+    blobs = Blobs(where)
+    rows = [{**blobs.put(raw), "mediaType": "application/x.tar+encrypted"} for raw in SMALL]
+    blobs.index(blobs.put(json.dumps({"config": blobs.put(config(SMALL)), "layers": rows}).encode()))
+    return where
+
+
+def nested(where: Path, times: int) -> Path:
+    blobs = Blobs(where)
+    row = blobs.image(SMALL)
+    for _ in range(times):
+        row = blobs.put(json.dumps({"manifests": [row]}).encode())
+    blobs.index(row)
+    return where
+
+
+def beside_files(folder: Path) -> Path:
+    layout(folder, SMALL)
+    (folder / "files").mkdir()
+    return folder
+
+
+def with_volume(where: Path, volume: str) -> Path:
+    return layout(where, SMALL, settings=config(SMALL, Volumes={volume: {}}))
+
+
 UNREADABLE: dict[str, tuple[str, Callable[[Path], str]]] = {
-    "no tar at all": ("can not be read", bad_layer(b"no tar" * 1000)),
-    "a tar cut short": ("can not be read", bad_layer(layer({"x": "1" * 5000})[:2000])),
+    "no tar at all": ("can not be read: layer 2 of 2", bad_layer(b"no tar" * 1000)),
+    "a tar cut short": ("layer 2 of 2: it ends too early", bad_layer(layer({"x": "1" * 5000})[:2000])),
     "a gzip cut short": ("can not be read", bad_layer(gzipped(layer({"x": os.urandom(9000)}))[:4000])),
     "a zstd cut short": (
         "can not be read|is damaged",
         bad_layer(zstandard.ZstdCompressor().compress(layer({"x": os.urandom(9000)}))[:4000]),
+    ),
+    "a zstd that is none": (
+        "can not be read: layer 1 of 2",
+        lambda at: f"oci:{layout(at / 'l', SMALL, pack=lambda raw: bytes.fromhex('28b52ffd') + raw)}",
+    ),
+    "an archive whose links go round": (
+        "lacks manifest.json",
+        lambda at: (
+            "docker-archive:"
+            + str(
+                written(
+                    at / "x",
+                    layer([("manifest.json", link("manifest.json", "a")), ("a", link("a", "manifest.json"))]),
+                )
+            )
+        ),
+    ),
+    "a manifest that names no layers": (
+        "names no layers",
+        lambda at: (
+            "docker-archive:"
+            + str(written(at / "x", layer({"manifest.json": '[{"Config": 1, "Layers": ["a"]}]'})))
+        ),
+    ),
+    "an image that does not say what it holds": (
+        "does not say what its layers hold",
+        lambda at: f"oci:{layout(at / 'l', SMALL, settings=without_digests('sha256:short'))}",
+    ),
+    "an image that holds numbers": (
+        "does not say what its layers hold",
+        lambda at: f"oci:{layout(at / 'l', SMALL, settings=without_digests(1))}",
+    ),
+    "an encrypted layer": ("is encrypted", lambda at: f"oci:{encrypted(at / 'l')}"),
+    "indexes of indexes": ("nests its indexes too deeply", lambda at: f"oci:{nested(at / 'l', 5)}"),
+    "files beside a layout": ("lies beside files/", lambda at: str(beside_files(at / "environment"))),
+    "a relative volume": ("declares the volume 'data'", lambda at: f"oci:{with_volume(at / 'l', 'data')}"),
+    "a volume outside": ("declares the volume", lambda at: f"oci:{with_volume(at / 'l', '/a/../../b')}"),
+    "a volume over the kernel's": (
+        "declares the volume",
+        lambda at: f"oci:{with_volume(at / 'l', '/proc/x')}",
     ),
     "a header that claims a gigabyte": (
         "headers are longer",
@@ -618,6 +694,96 @@ def test_many_small_headers_are_counted_together(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(layers, "MAX_ENTRIES", 5)
     many = layout(tmp_path / "m", in_order({f"f{n}": "" for n in range(6)}))
     refused(f"oci:{many}", tmp_path / "state", "more than 5 files")
+
+
+def test_headers_count_too_and_what_follows_the_last_file_is_read_however_long_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padded = layer({"x": "1"}) + bytes(HEADER_BYTES + (1 << 20))
+    assert (unpacked(f"oci:{layout(tmp_path / 'm', [layer(BASH), padded])}", tmp_path / "s") / "x").is_file()
+    monkeypatch.setattr(layers, "MAX_BYTES", 1 << 20)
+    many = layout(tmp_path / "l", in_order({f"f{n}": "" for n in range(2100)}))
+    refused(f"oci:{many}", tmp_path / "state", "unpacks to more than")
+
+
+def test_while_a_layer_is_unpacked_the_room_is_looked_at_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path) -> None:
+        raise SandboxError("It is full by now.", code="disk_pressure", phase="prepare")
+
+    monkeypatch.setattr(layers, "_LOOK_BYTES", 1 << 20)
+    monkeypatch.setattr(layers, "require_room", full)
+    small, large = layout(tmp_path / "s", SMALL), layout(tmp_path / "l", in_order({"x": bytes(3 << 20)}))
+    unpacked(f"oci:{small}", tmp_path / "small")
+    with pytest.raises(SandboxError, match="full by now"):
+        unpacked(f"oci:{large}", tmp_path / "state")
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_unzipping_an_archive_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = oci.reference(f"docker-archive:{docker_saved(tmp_path / 'x.tar', SMALL)}")
+    zipped = oci.reference(f"docker-archive:{packed(docker_saved(tmp_path / 'y.tar', SMALL))}")
+    assert plain is not None
+    assert zipped is not None
+    assert oci.identity(zipped, tmp_path) == oci.identity(plain, tmp_path)
+    monkeypatch.setattr(images, "LOW_BYTES", 1 << 60)
+    oci.identity(plain, tmp_path)
+    with pytest.raises(SandboxError, match="MiB left"):
+        oci.identity(zipped, tmp_path)
+
+
+def test_a_reader_that_goes_forwards_does_not_go_back() -> None:
+    reader = Forwards(io.BytesIO(bytes(100)), allowed=100, refuse=ValueError)
+    reader.seek(10)
+    reader.seek(10)
+    with pytest.raises(tarfile.ReadError, match="back into itself"):
+        reader.seek(5)
+
+
+@pytest.mark.parametrize("wanted", ["oci:", "oci::tag", "docker-archive:a\0b"])
+def test_a_name_without_a_file_is_the_tasks_mistake(wanted: str) -> None:
+    with pytest.raises(TaskError, match="names no file") as caught:
+        oci.reference(wanted)
+    assert caught.value.code == "bad_image"
+
+
+@pytest.mark.parametrize("digest", ["oci:" + "0" * 64, "oci:../../etc", "dir:x", ""])
+def test_an_image_that_was_never_unpacked_is_unknown(tmp_path: Path, digest: str) -> None:
+    with pytest.raises(SandboxError, match="no prepared image") as caught:
+        OciImages(tmp_path, None, None).require(digest)
+    assert (caught.value.code, caught.value.retryable) == ("image_unknown", False)
+
+
+def test_a_state_folder_that_can_not_be_written_is_the_machines(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SandboxError, match="could not be unpacked") as caught:
+        unpacked(f"oci:{layout(tmp_path / 'l', SMALL)}", tmp_path / "file" / "state")
+    assert (caught.value.code, caught.value.owner) == ("image_copy", "environment")
+
+
+def test_a_workdir_behind_links_in_a_circle_is_refused(tmp_path: Path) -> None:
+    where = oci.reference(
+        f"oci:{layout(tmp_path / 'l', in_order({'a': link('a', 'b'), 'b': link('b', 'a')}))}"
+    )
+    assert where is not None
+    store = OciImages(tmp_path / "state", None, None)
+    digest = asyncio.run(store.prepare(where))
+    with pytest.raises(TaskError, match="has no folder /a/x") as caught:
+        asyncio.run(store.workdir(digest, "/a/x"))
+    assert caught.value.code == "bad_image"
+
+
+def test_what_is_damaged_is_not_saved_for_an_engine_either(tmp_path: Path) -> None:
+    where = layout(tmp_path / "l", SMALL)
+    wanted = oci.reference(f"oci:{where}")
+    assert wanted is not None
+    oci.save(wanted, tmp_path, "a:1", io.BytesIO())
+    damaged(blob(where, 0), flipped)
+    out = io.BytesIO()
+    with pytest.raises(TaskError, match="layer 1 of 2 is not sha256"):
+        oci.save(wanted, tmp_path, "a:1", out)
+    assert out.getvalue() == b"", "it is looked at before anything is written"
 
 
 def test_a_full_disk_is_the_machines_and_leaves_nothing(
