@@ -701,8 +701,8 @@ def test_headers_count_too_and_what_follows_the_last_file_is_read_however_long_i
 ) -> None:
     padded = layer({"x": "1"}) + bytes(HEADER_BYTES + (1 << 20))
     assert (unpacked(f"oci:{layout(tmp_path / 'm', [layer(BASH), padded])}", tmp_path / "s") / "x").is_file()
-    monkeypatch.setattr(layers, "MAX_BYTES", 1 << 20)
-    many = layout(tmp_path / "l", in_order({f"f{n}": "" for n in range(2100)}))
+    monkeypatch.setattr(layers, "MAX_BYTES", 3 << 20)
+    many = layout(tmp_path / "l", in_order({f"f{n}": "" for n in range(6200)}))
     refused(f"oci:{many}", tmp_path / "state", "unpacks to more than")
 
 
