@@ -194,6 +194,12 @@ class Verified:
         return Cost(**{name: float(facts[name] or 0) for name in ("clock_s", "cpu_s", "queued_s")})
 
 
+def longest_s(task: Task, *, time_multiplier: float = 1.0) -> float:
+    """The longest that the commands of a verdict may take, all of them again after they were starved, and all
+    of that for the image without the work."""
+    return 2 * (1 + SLOWEST) * time_multiplier * task.grader.timeout_s
+
+
 async def grade(
     task: Task,
     backend: Backend,

@@ -271,7 +271,7 @@ async def _verdict(
         try:
             return await _within(
                 session.finalize(termination=termination, fault=fault),
-                2 * slower_by(session) * task.grader.timeout_s + FINALIZE_GRACE_S,
+                grading.longest_s(task, time_multiplier=slower_by(session)) + FINALIZE_GRACE_S,
                 "finalize",
             )
         except Exception as error:  # the boundary of a verdict: classified and recorded

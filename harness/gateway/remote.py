@@ -101,7 +101,8 @@ class RemoteSession:
                 self.id,
                 termination=termination,
                 fault=fault,
-                deadline_s=2 * self.time_multiplier * self._task.grader.timeout_s + FINALIZE_GRACE_S,
+                deadline_s=grading.longest_s(self._task, time_multiplier=self.time_multiplier)
+                + FINALIZE_GRACE_S,
             )
         )
         self._ended = True

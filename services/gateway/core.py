@@ -1579,9 +1579,8 @@ class Gateway:
             try:
                 if judged:
                     claim = await self._turn(self.verification, live.tenant, "verification", verifications=1)
-                async with asyncio.timeout(
-                    2 * time_multiplier(self.backend) * live.task.grader.timeout_s + FINALIZE_GRACE_S
-                ):
+                longest_s = grading.longest_s(live.task, time_multiplier=time_multiplier(self.backend))
+                async with asyncio.timeout(longest_s + FINALIZE_GRACE_S):
                     verdict = await live.session.finalize(termination=termination, fault=fault, keep=True)
             except TimeoutError:
                 self._begin_end(live, State.FAILED, _silent(live))

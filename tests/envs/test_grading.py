@@ -168,6 +168,11 @@ def test_time_is_stretched_by_the_pressure(pressure: float | None, queued_ms: fl
     assert grading._slower(facts) == pytest.approx(min(times, 4.0))
 
 
+def test_who_waits_for_a_verdict_waits_for_every_time_that_it_may_be_tried(task: Task) -> None:
+    """The work, once in its own time and once in four times that; the image without it, likewise."""
+    assert grading.longest_s(task, time_multiplier=3.0) == 3 * (1 + 4 + 1 + 4) * task.grader.timeout_s
+
+
 def test_a_background_process_of_the_policy_does_not_reach_the_verifier(task: Task) -> None:
     loop = "(while true; do echo 'def total(a, b): return 5' > cart.py; sleep 0.01; done) >/dev/null &"
     verdict = attempt(task, shell(loop), shell("sleep 0.1"), SUBMIT)
