@@ -628,7 +628,7 @@ class DockerImages:
 
 def _require_written(problem: _Failed | None) -> None:
     """Raise `SandboxError` disk_pressure for what failed because the engine's disk is full."""
-    if problem is not None and not problem.recipe and _FULL in problem.words.lower():
+    if problem is not None and _FULL in problem.words.lower():
         raise SandboxError(
             f"The engine's disk is full: {problem.words[-WORDS:]}",
             fix="Remove images that are no longer used (`agentrl images prune --backend docker`).",

@@ -221,6 +221,9 @@ def test_the_image_of_a_sandbox_is_needed_until_it_ends_and_can_be_made_again(
         await box.close()
         (one,) = await other.stock(sizes=True)
         assert one.users == 0
+        aged(tmp_path / "state", tmp_path / "state" / one.id, HOUR)
+        await backend.prepare(wanted)
+        assert not await other.discard(one, unused_s=60), "it was asked for just now"
         assert await other.discard(one, unused_s=0)
         assert await other.stock(sizes=True) == ()
         with pytest.raises(SandboxError) as caught:
