@@ -378,6 +378,15 @@ def oom_kills(settings: Settings) -> int | None:
     return None
 
 
+def machine_kills() -> int | None:
+    """What the kernel has killed for memory on the whole machine so far; None when it does not tell."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat", "rb") as file:
+        for line in file:
+            if line.startswith(b"oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
 def cpu_stalled_us() -> int | None:
     """Microseconds so far in which something that could run had no CPU; None when nothing tells."""
     for path in PRESSURE_PATHS:
@@ -1138,6 +1147,9 @@ class _Exec:
         self.body: bytes | None = None
         self.late_kills = 0
         self.exited = False
+        self.status: int | None = None
+        """How its supervisor ended."""
+        self.kills_before: int | None = None
         self.said: str | None = None
         """Hash of what was asked, for a host that comes after the one that asked."""
         self.signals: OrderedDict[str, tuple[int, bool]] = OrderedDict()
@@ -1499,6 +1511,7 @@ class Agent:
         assert run.link is not None
         self._execs[exec_id] = run
         run.said = header.get("said")
+        run.kills_before = machine_kills() if self.settings.policy_uid is None else None
         run.askers.append(asker)
         if shell is not None:
             run.shell, shell.run = shell, run
@@ -1624,9 +1637,24 @@ class Agent:
             run.link.close()
             run.link = None
             if run.header is None:
-                # Its supervisor died without an answer: nobody can say what the command did.
+                # Its supervisor died without an answer: nobody can say what the command did …
                 killed, verified = self._kill_strays()
-                self._settle(run, _unknown(killed, verified), b"")
+                header = _unknown(killed, verified)
+                if self._killed_from_inside(run):  # … but who ended it, and that it is over.
+                    header.update(status="signaled", reason=None, signal=int(signal.SIGKILL))
+                self._settle(run, header, b"")
+
+    def _killed_from_inside(self, run: _Exec) -> bool:
+        """Whether a supervisor was killed by the policy, whose user it is here: nobody else lives in our
+        process namespace, and the kernel killed nothing for memory meanwhile on the whole machine."""
+        if os.getpid() != 1 or run.kills_before is None:
+            return False
+        until = time.monotonic() + KILL_DEADLINE_S
+        while run.status is None and time.monotonic() < until:  # Its link ends a little before it does.
+            self._reap()
+            time.sleep(0.001)
+        killed = run.status is not None and os.WIFSIGNALED(run.status) and os.WTERMSIG(run.status) == 9
+        return killed and run.kills_before == machine_kills()
 
     def _settle(self, run: _Exec, header: Header, body: bytes) -> None:
         told = header.pop("told", None)
@@ -1659,7 +1687,7 @@ class Agent:
     def _reap(self) -> None:
         while True:
             try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
@@ -1669,7 +1697,7 @@ class Agent:
                 self._spare = None
             for run in self._execs.values():
                 if run.pid == pid:
-                    run.exited = True
+                    run.exited, run.status = True, status
 
     # -- ending
 

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.errors import SandboxError
 from agentrl.types import SandboxSpec
 from envs.sandbox import trees
-from envs.sandbox.agent import apply_changes
+from envs.sandbox.agent import apply_changes, machine_kills
 from envs.sandbox.contract import ExecRequest, ExecResult, FileChange, Sandbox
 from envs.sandbox.diff import DiffTooLarge, diff_trees
+from envs.sandbox.local import LocalBackend
 from envs.sandbox.plain import PlainBackend
 
 NOBODY = 65534
@@ -197,6 +199,39 @@ def test_a_signal_to_everything_named_python_ends_no_command(tmp_path: Path) -> 
     first, second = in_a_sandbox(tmp_path, f"{signals}; echo lives", "sleep 30 & kill -TERM $!; wait $!")
     assert (first.exit_code, first.stdout.text()) == (0, "lives\n")
     assert (second.status, second.exit_code) == ("exited", 128 + 15)
+
+
+@pytest.mark.sandbox
+def test_a_policy_that_kills_its_own_helper_has_ended_its_command_and_nothing_else(
+    backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where sandboxes have one user, as on most people's machines: no attempt ends by `kill -9 -1`, neither
+    as the environment's fault nor at all."""
+    monkeypatch.setattr(backend, "_uid_base", None)
+    monkeypatch.setattr(backend._images, "_owner", None)
+    folder = tmp_path / "environment"
+    folder.mkdir()
+
+    async def run() -> None:
+        image = await backend.prepare(str(folder))
+        spec = SandboxSpec(image="dir:environment", memory_mib=64, disk_mib=16)
+        try:
+            box = await backend.create(spec, image=image, session="field")
+        except SandboxError as error:
+            pytest.skip(str(error))
+        for number, command in enumerate(("kill -9 -1; sleep 30", "kill -9 $PPID; sleep 30")):
+            kills = machine_kills()
+            ended = await box.exec(ExecRequest(exec_id=f"k{number}", command=command, timeout_s=20.0))
+            if machine_kills() != kills:
+                pytest.skip("something else of this machine ran out of memory meanwhile")
+            assert (ended.status, ended.signal, ended.kill_verified) == ("signaled", 9, True)
+            after = await box.exec(ExecRequest(exec_id=f"e{number}", command="echo on", timeout_s=20.0))
+            assert (after.exit_code, after.stdout.text()) == (0, "on\n")
+        health = await box.probe()
+        assert (health.alive, health.processes) == (True, 0)
+        await backend.close()
+
+    asyncio.run(run())
 
 
 def test_who_is_asked_for_by_name_is_known_without_an_entry_in_the_image(tmp_path: Path) -> None:
