@@ -13,13 +13,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from disks import mounted
 
 from agentrl.errors import SandboxError
 from envs.sandbox.contract import Sandbox
@@ -62,6 +61,10 @@ def containers_of(backend: DockerBackend, host: str | None = None) -> list[str]:
 def mounts_below(folder: Path) -> list[str]:
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return [line.split()[4] for line in lines if line.split()[4].startswith(str(folder))]
+
+
+_BEHIND: dict[str, str] = {}
+"""Engine by proxy: a test that waits for the engine's command line can not serve it meanwhile."""
 
 
 @dataclass
@@ -175,6 +178,7 @@ async def _pump(
 async def proxied(folder: Path) -> AsyncIterator[Proxy]:
     path = str(folder / f"p{os.urandom(3).hex()}.sock")
     proxy = Proxy(path, socket_path())
+    _BEHIND[path] = proxy.engine
     server = await asyncio.start_unix_server(proxy.accept, path)
     try:
         yield proxy
@@ -268,17 +272,18 @@ def _processes_that_name(words: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def private_engine(*, keeps_containers: bool = False, disk_mib: int | None = None) -> Iterator[PrivateEngine]:
+def private_engine(
+    *, keeps_containers: bool = False, disk: Callable[[Path], AbstractContextManager[Path]] | None = None
+) -> Iterator[PrivateEngine]:
     """Skips where no second engine can run. Its folder is not the test's: a socket's path must be short.
-    `disk_mib`: its images and containers have a disk of their own, of that size, in memory: an engine
-    waits for each file to be written."""
+    `disk` mounts one of its own for its images and containers."""
     if os.geteuid() != 0 or shutil.which("dockerd") is None:
         pytest.skip("a second engine needs root and the engine's own program, dockerd")
     engine = PrivateEngine(Path(tempfile.mkdtemp(prefix="dd-")), keeps_containers)
-    with contextlib.ExitStack() as disk:
+    with contextlib.ExitStack() as mounted:
         try:
-            if disk_mib is not None:
-                disk.enter_context(mounted(engine.folder / "data", mib=disk_mib))
+            if disk is not None:
+                mounted.enter_context(disk(engine.folder / "data"))
             engine.start()
             yield engine
         finally:
@@ -296,7 +301,7 @@ async def opened(
         yield backend
     finally:
         await backend.close()
-    assert containers_of(backend, host) == []
+    assert containers_of(backend, _BEHIND.get(host or "", host)) == []
     assert mounts_below(state) == []
     assert backend.leaked == 0
 

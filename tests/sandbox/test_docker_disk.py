@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from disks import fill
+from disks import fill, mounted
 from engines import PrivateEngine, docker, engine_or_skip, private_engine
 
 from agentrl.errors import SandboxError
@@ -27,7 +28,7 @@ DISK_MIB, IMAGE_MIB = 400, 24
 @pytest.fixture(scope="module")
 def engine() -> Iterator[PrivateEngine]:
     engine_or_skip()
-    with private_engine(disk_mib=DISK_MIB) as engine:
+    with private_engine(disk=partial(mounted, mib=DISK_MIB)) as engine:  # in memory: it waits for writes
         yield engine
 
 

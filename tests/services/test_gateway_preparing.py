@@ -14,7 +14,7 @@ from agentrl.types import Task
 from envs.preparation import ImageStatus
 from harness.gateway import client as calls
 from harness.gateway.remote import GatewayPlace
-from services.gateway import preparing
+from services.gateway import core, preparing
 
 JSON = {"Content-Type": "application/json"}
 
@@ -92,8 +92,10 @@ def test_what_the_gateway_does_not_have_is_refused_before_anything_begins(store:
 
 
 def test_a_tenant_has_few_preparations_at_once_and_they_end_with_the_gateway(
-    store: Store, task: Task
+    store: Store, task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(core, "STOP_DEADLINE_S", 1.0)
+
     async def run() -> None:
         backend = Held()
         async with world(store, [task], backend=backend) as here:
@@ -109,6 +111,7 @@ def test_a_tenant_has_few_preparations_at_once_and_they_end_with_the_gateway(
         assert backend.ended >= 1
 
     asyncio.run(run())
+    assert "left behind" not in caplog.text
 
 
 def test_old_preparations_are_forgotten_and_asked_for_again_they_begin_again(
