@@ -1638,21 +1638,25 @@ class Agent:
             run.link = None
             if run.header is None:
                 # Its supervisor died without an answer: nobody can say what the command did …
+                self._await_end(run)
                 killed, verified = self._kill_strays()
                 header = _unknown(killed, verified)
                 if self._killed_from_inside(run):  # … but who ended it, and that it is over.
                     header.update(status="signaled", reason=None, signal=int(signal.SIGKILL))
                 self._settle(run, header, b"")
 
+    def _await_end(self, run: _Exec) -> None:
+        """A supervisor's link ends a little before it does, and only then are its children ours to kill."""
+        until = time.monotonic() + KILL_DEADLINE_S
+        while not run.exited and time.monotonic() < until:
+            self._reap()
+            time.sleep(0.001)
+
     def _killed_from_inside(self, run: _Exec) -> bool:
         """Whether a supervisor was killed by the policy, whose user it is here: nobody else lives in our
         process namespace, and the kernel killed nothing for memory meanwhile on the whole machine."""
         if os.getpid() != 1 or run.kills_before is None:
             return False
-        until = time.monotonic() + KILL_DEADLINE_S
-        while run.status is None and time.monotonic() < until:  # Its link ends a little before it does.
-            self._reap()
-            time.sleep(0.001)
         killed = run.status is not None and os.WIFSIGNALED(run.status) and os.WTERMSIG(run.status) == 9
         return killed and run.kills_before == machine_kills()
 
