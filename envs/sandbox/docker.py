@@ -178,7 +178,9 @@ class DockerBackend:
         root = (self._facts or {}).get("DockerRootDir")
         return [self._state, *([] if not root else [Path(root)])]
 
-    def _require_room(self) -> None:
+    async def _require_room(self) -> None:
+        """Before something new is brought to the engine: nothing that is there waits for what it says."""
+        await self._know()
         for disk in self._disks():
             require_room(disk)
 
@@ -206,7 +208,6 @@ class DockerBackend:
         examine(self._engine.path)
 
     async def prepare(self, environment_dir: str) -> str:
-        await self._know()
         return await self._room.making(lambda: self._images.prepare(environment_dir))
 
     async def create(

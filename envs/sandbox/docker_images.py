@@ -20,7 +20,7 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -121,10 +121,10 @@ class DockerImages:
         owner: tuple[int, int] | None,
         base_image: str | None,
         pressure: Pressure,
-        require_room: Callable[[], None] = lambda: None,
+        require_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`pressure` bounds the containers in which images are tried, and whatever else its owner starts.
-        `require_room` raises before something new is brought to the engine."""
+        `require_room` raises before something new is brought to an engine without room for it."""
         self._engine = engine
         self._pressure = pressure
         self._require_room = require_room
@@ -207,7 +207,7 @@ class DockerImages:
         return digest
 
     async def _load(self, wanted: oci.Reference, tag: str) -> None:
-        self._require_room()
+        await self._has_room()
         with tempfile.TemporaryFile(dir=self._root) as file:
             await asyncio.to_thread(oci.save, wanted, self._root, tag, cast(BinaryIO, file))
             file.seek(0)
@@ -223,6 +223,10 @@ class DockerImages:
                 code="load_failed",
                 phase="load",
             )
+
+    async def _has_room(self) -> None:
+        if self._require_room is not None:
+            await self._require_room()
 
     def _keep(self, digest: str, prepared: Prepared) -> None:
         self._note(digest).parent.mkdir(parents=True, exist_ok=True)
@@ -303,7 +307,7 @@ class DockerImages:
             where = {"fromImage": name, "tag": "latest"}
         pause, until = LIMITED_PAUSE_S, time.monotonic() + LIMITED_PATIENCE_S
         async with self._pulls:
-            self._require_room()
+            await self._has_room()
             while True:
                 problem = await self._ask(
                     "/images/create", where, None, phase="pull", deadline_s=PULL_DEADLINE_S
@@ -333,7 +337,7 @@ class DockerImages:
 
     async def _import(self, tag: str) -> None:
         """Make the base image of this machine's own programs."""
-        self._require_room()
+        await self._has_room()
         repository, _, version = tag.rpartition(":")
         where = {"fromSrc": "-", "repo": repository, "tag": version}
         with tempfile.TemporaryFile() as file:
@@ -356,7 +360,7 @@ class DockerImages:
         tag = BUILT + digest.partition(":")[2]
         found = await self._engine.image(tag, phase="build")
         if found is None:
-            self._require_room()
+            await self._has_room()
             with tempfile.TemporaryFile() as file:
                 await asyncio.to_thread(_context, Path(environment_dir), cast(BinaryIO, file))
                 file.seek(0)

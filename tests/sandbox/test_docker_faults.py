@@ -193,6 +193,7 @@ def test_a_route_that_never_answers_ends_as_the_environments_fault_with_its_phas
     async def check() -> None:
         async with proxied(tmp_path) as proxy, opened(state, proxy.path) as backend:
             await image_of(backend, state)
+            backend._facts = None  # as if that had brought nothing new to the engine
             proxy.rules = [Rule(route, "never")]
             begun = time.monotonic()
             with pytest.raises(SandboxError) as caught:
