@@ -170,9 +170,9 @@ class Deadline:
     """When an operation must be over, not counting its wait for a turn. An asynchronous context around the
     operation: ends it with `TimeoutError`."""
 
-    def __init__(self, seconds: float, *, queue_s: float = QUEUE_DEADLINE_S) -> None:
+    def __init__(self, seconds: float, *, queue_s: float | None = None) -> None:
         self._seconds = seconds
-        self._queue_s = queue_s
+        self._queue_s = QUEUE_DEADLINE_S if queue_s is None else queue_s
         self._until = time.monotonic() + seconds
         self._limit = asyncio.timeout(seconds)
         self.queued = False
