@@ -19,8 +19,8 @@ MOST_WORKERS = 4
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The whole suite runs on several processes, a file on one of them; what was asked for by name, mark or
-    word in this one. So do the suites of an engine and of a cluster: those are shared."""
+    """The whole suite runs on several processes; what was asked for by name, mark or word in this one. So do
+    the suites of an engine and of a cluster: those are shared."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if not whole or config.option.markexpr or config.option.keyword:
         return 0

@@ -22,6 +22,7 @@ from typing import Any
 from agentrl.errors import SandboxError
 from envs.sandbox.contract import StockItem, StockKind
 from envs.sandbox.engine import Engine, EngineRefused
+from envs.sandbox.shelf import unused_for
 
 BASE, BUILT, SAVED = "agentrl/base:", "agentrl/environment:", "agentrl/image:"
 """How the tags begin of images that were imported from this machine's own programs, built from a Dockerfile,
@@ -103,7 +104,7 @@ class Brought:
         """Take its name from it, and with the last name the image goes. False: it stays."""
         name = item.id.removeprefix(ENGINES)
         image = await self._named(name)
-        if image is None or time.time() - self._used_at(image) < unused_s:
+        if image is None or unused_for(self._used_at(image)) < unused_s:
             return False
         try:
             await self._engine.call("DELETE", f"/images/{name}", phase="remove", deadline_s=REMOVE_DEADLINE_S)

@@ -109,7 +109,7 @@ class Shelf:
         thing = self._state / name
         away = thing.with_name(_GONE + os.urandom(6).hex())
         with self._locked(fcntl.LOCK_EX):
-            if self._users()[name] or time.time() - self._used_at(name) < unused_s:
+            if self._users()[name] or unused_for(self._used_at(name)) < unused_s:
                 return False
             try:
                 os.rename(thing, away)
@@ -243,3 +243,8 @@ def remove_tree(folder: Path) -> None:
                 if not os.path.islink(os.path.join(root, name)):
                     os.chmod(os.path.join(root, name), 0o700)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def unused_for(used_at: float) -> float:
+    """Seconds since then, a Unix time; 0 where the clock that wrote it is ahead of this one."""
+    return max(0.0, time.time() - used_at)
