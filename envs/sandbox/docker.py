@@ -230,13 +230,7 @@ class DockerBackend:
             start = _Start(f"agentrl-{self.id}-{next(self._numbers)}", self._deadline(deadline_s), image)
             launched = await self._launch(start, spec, image, prepared, session, mounts, deadline_s)
             sandbox = self._alive(launched, begun)
-        if apply:
-            try:
-                await sandbox.apply(apply, deadline_s=deadline_s)
-            except BaseException:
-                await sandbox.close()
-                raise
-        return sandbox
+        return await sandbox.beginning_with(apply, deadline_s=deadline_s)
 
     def _deadline(self, seconds: float) -> Deadline:
         return Deadline(seconds, queue_s=self.time_multiplier * QUEUE_DEADLINE_S)

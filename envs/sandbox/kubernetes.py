@@ -227,13 +227,7 @@ class KubernetesBackend:
             start = _Start(self._new_name(), self._deadline(deadline_s))
             launched = await self._launch(start, spec, image, prepared, session, mounts, deadline_s)
             sandbox = self._alive(launched, begun)
-        if apply:
-            try:
-                await sandbox.apply(apply, deadline_s=deadline_s)
-            except BaseException:
-                await sandbox.close()
-                raise
-        return sandbox
+        return await sandbox.beginning_with(apply, deadline_s=deadline_s)
 
     def _deadline(self, seconds: float) -> Deadline:
         return Deadline(seconds, queue_s=self.time_multiplier * QUEUE_DEADLINE_S)

@@ -14,7 +14,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from agentrl.errors import ExecUnknown, SandboxError
 from agentrl.types import ExecStatus
@@ -250,6 +250,16 @@ class LiveSandbox:
         ]
         body = b"".join(c.content or b"" for c in changes)
         await self._call({"op": "apply", "changes": rows}, body, deadline_s=deadline_s)
+
+    async def beginning_with(self, changes: tuple[FileChange, ...], *, deadline_s: float) -> Self:
+        """Itself, with `changes` laid over the workdir; ended when they can not be."""
+        if changes:
+            try:
+                await self.apply(changes, deadline_s=deadline_s)
+            except BaseException:
+                await self.close()
+                raise
+        return self
 
     async def probe(self) -> Health:
         facts, _ = await self._call({"op": "probe"}, deadline_s=self._allowance_s)

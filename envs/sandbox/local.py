@@ -219,13 +219,7 @@ class LocalBackend:
         except BaseException:
             self._shelf.ended(note)
             raise
-        if apply:
-            try:
-                await sandbox.apply(apply, deadline_s=deadline_s)
-            except BaseException:
-                await sandbox.close()
-                raise
-        return sandbox
+        return await sandbox.beginning_with(apply, deadline_s=deadline_s)
 
     async def _made_of(self, spec: SandboxSpec, image: str, mounts: tuple[Mount, ...]) -> _Made:
         system: oci.System | None = None

@@ -107,12 +107,7 @@ class PlainBackend:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._live.add(sandbox)
-        try:
-            await sandbox.apply(apply, deadline_s=deadline_s)
-        except BaseException:
-            await sandbox.close()
-            raise
-        return sandbox
+        return await sandbox.beginning_with(apply, deadline_s=deadline_s)
 
     async def _start(
         self,

@@ -241,19 +241,24 @@ def prepared_store(path: Path, tasks: list[Task], **tenants: dict[str, Any]) -> 
     for name in TOKENS:
         store.add_tenant(tenant(name, **tenants.get(name, {})))
     for task in tasks:
-        record = Admission(
-            task_id=task.id,
-            revision=task.revision,
-            image_digest=IMAGE,
-            backend="memory",
-            valid=True,
-            mode="light",
-            repeats=1,
-            runtime_s=0.1,
-            admitted_at=1.0,
-        )
-        store.add_admission(task.id, task.revision, valid=True, facts=to_dict(record))
+        admitted(store, task, backend="memory")
     return store
+
+
+def admitted(store: Store, task: Task, *, backend: str) -> None:
+    """Note a valid admission of the task on a backend of this name."""
+    record = Admission(
+        task_id=task.id,
+        revision=task.revision,
+        image_digest=IMAGE,
+        backend=backend,
+        valid=True,
+        mode="light",
+        repeats=1,
+        runtime_s=0.1,
+        admitted_at=1.0,
+    )
+    store.add_admission(task.id, task.revision, valid=True, facts=to_dict(record))
 
 
 @dataclass
@@ -326,18 +331,7 @@ def finished(session_id: str) -> calls.Call[Verdict]:
 @asynccontextmanager
 async def on_processes(store: Store, task: Task, folder: Path) -> AsyncIterator[tuple[World, str]]:
     """A gateway over processes of this machine, and a ready session."""
-    record = Admission(
-        task_id=task.id,
-        revision=task.revision,
-        image_digest=IMAGE,
-        backend="plain",
-        valid=True,
-        mode="light",
-        repeats=1,
-        runtime_s=0.1,
-        admitted_at=1.0,
-    )
-    store.add_admission(task.id, task.revision, valid=True, facts=to_dict(record))
+    admitted(store, task, backend="plain")
     async with world(store, [task], backend=PlainBackend(folder / "state")) as here:  # type: ignore[arg-type]
         view = await here.ada.send(calls.open_session(client_key="k", task_id=task.id))
         while view.waiting:

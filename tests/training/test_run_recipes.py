@@ -248,15 +248,21 @@ def with_adapters(folder: Path, source: str, *, updates: int = 2) -> configurati
     )
 
 
-def test_a_run_file_trains_adapters_and_publishes_the_sum_and_goes_on_after_a_break(tmp_path: Path) -> None:
+def broken_off(tmp_path: Path) -> tuple[Path, configuration.RunConfig]:
+    """A run with adapters that stopped after its first update, and where its base lies."""
     pytest.importorskip("peft")
     source = source_at(tmp_path / "first")
     config = with_adapters(tmp_path / "run", source)
     with pytest.raises(RuntimeError, match="stopped here"):
         loop.run(config, listener=Stopping())
+    return Path(source), config
+
+
+def test_a_run_file_trains_adapters_and_publishes_the_sum_and_goes_on_after_a_break(tmp_path: Path) -> None:
+    source, config = broken_off(tmp_path)
     noted = Silent()
     loop.run(config, listener=noted, resume=True)
-    base = load_file(Path(source) / "model.safetensors")
+    base = load_file(source / "model.safetensors")
     first, second, third = (
         load_file(tmp_path / "run" / "versions" / f"v{n:06d}" / "model.safetensors") for n in range(3)
     )
@@ -273,14 +279,10 @@ def test_a_run_file_trains_adapters_and_publishes_the_sum_and_goes_on_after_a_br
 
 
 def test_a_run_with_adapters_does_not_go_on_from_another_base(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    source = source_at(tmp_path / "first")
-    config = with_adapters(tmp_path / "run", source)
-    with pytest.raises(RuntimeError, match="stopped here"):
-        loop.run(config, listener=Stopping())
-    weights = load_file(Path(source) / "model.safetensors")
+    source, config = broken_off(tmp_path)
+    weights = load_file(source / "model.safetensors")
     weights["model.norm.weight"] += 1e-3
-    save_file(weights, Path(source) / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="is not version 1, which this run published"):
         loop.run(config, listener=Silent(), resume=True)
 
