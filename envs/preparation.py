@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Literal
 
 from pydantic import ConfigDict
@@ -30,6 +31,7 @@ START_DEADLINE_S = 1800.0
 """For the one sandbox that shows that an image can be had; on a cluster that is what pulls it."""
 _LIMITED = "pull_limited"
 """The backend has waited for that registry already, and long."""
+Turn = AbstractAsyncContextManager[None]
 SHOWN = 10
 """Failures that one error lists."""
 
@@ -80,6 +82,7 @@ async def prepare_images(
     *,
     at_once: int = AT_ONCE,
     start: bool | None = None,
+    turn: Callable[[], Turn] = nullcontext,
     heard: Callable[[ImageStatus], None] | None = None,
 ) -> tuple[ImageStatus, ...]:
     """Make every image of these tasks ready on a backend; a status for each, in the order of `images_of`.
@@ -88,12 +91,13 @@ async def prepare_images(
         at_once: bound on how many are prepared together.
         start: also make and end one sandbox of each. None: only where images are fetched no earlier than
         that (`Pulling`: a cluster), and once for those that are started from the same.
+        turn: held while such a sandbox is alive.
         heard: called with each status as it comes.
 
     Never raises for an image: a failed one is a status that says whose fault and what to do.
     """
     limit = asyncio.Semaphore(at_once)
-    starts = _Starts(backend) if start or (start is None and isinstance(backend, Pulling)) else None
+    starts = _Starts(backend, turn) if start or (start is None and isinstance(backend, Pulling)) else None
 
     async def one(sharing: tuple[Task, ...]) -> ImageStatus:
         async with limit:
@@ -108,8 +112,9 @@ async def prepare_images(
 class _Starts:
     """One sandbox for all that are started from the same image, whoever of them asks first."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, turn: Callable[[], Turn]) -> None:
         self._backend = backend
+        self._turn = turn
         self._locks: dict[str, asyncio.Lock] = {}
         self._seen: set[str] = set()
 
@@ -120,10 +125,11 @@ class _Starts:
         async with self._locks.setdefault(source, asyncio.Lock()):
             if source not in self._seen:
                 name = "prepare-" + hashlib.sha256(f"{source} {task.id}".encode()).hexdigest()[:16]
-                box = await backend.create(
-                    task.sandbox, image=digest, session=name, deadline_s=START_DEADLINE_S
-                )
-                await box.close()
+                async with self._turn():
+                    box = await backend.create(
+                        task.sandbox, image=digest, session=name, deadline_s=START_DEADLINE_S
+                    )
+                    await box.close()
                 self._seen.add(source)
 
 

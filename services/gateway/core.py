@@ -76,7 +76,7 @@ from harness.gateway import wire
 from services.gateway.journal import Journal
 from services.gateway.limiters import Limiters
 from services.gateway.metrics import Metrics
-from services.gateway.preparing import Fetching, Preparations
+from services.gateway.preparing import Preparations
 from services.gateway.ration import Claim, Ration
 from services.gateway.refused import Over, Refused, key_reused
 from services.gateway.snapshots import Snapshots, request_hash
@@ -249,6 +249,9 @@ class _Observed:
             self._live.limited_s += waited_s
         return digest
 
+    async def pulled_for(self, digest: str) -> str:
+        return await self._inner.pulled_for(digest) if isinstance(self._inner, Pulling) else digest
+
     async def has(self, environment_dir: str) -> bool | None:
         return await self._inner.has(environment_dir) if isinstance(self._inner, Foreseeing) else None
 
@@ -327,7 +330,9 @@ class Gateway:
         self.permits = Ration(permits=self.settings.permits)
         self.verification = Ration(verifications=self.settings.verify)
         self.limiters = Limiters(creates=self.settings.creates, permits=self.permits)
-        self._preparations = Preparations(self._preparing)
+        self._preparations = Preparations(
+            _Observed(self, None), fetches=isinstance(backend, Pulling), turn=self._as_verifier
+        )
 
     # --------------------------------------------------------------------------------------------- lifecycle
 
@@ -700,39 +705,30 @@ class Gateway:
             )
         place = _Observed(self, None)
         await prepare(task, place)  # first: a build takes its own turn, not that of a verification
-        claim = await self._turn(self.verification, tenant, "verification", verifications=1)
-        try:
-            async with asyncio.timeout(ADMIT_DEADLINE_S):
-                made = await admit(task, place, light=self.settings.admission == "light")
-        except TimeoutError as error:
-            raise SandboxError(
-                f"Task {task.id} was not validated within {ADMIT_DEADLINE_S:g} s.",
-                code="no_answer",
-                phase="admission",
-            ) from error
-        finally:
-            self.verification.release(claim)
+        async with self._as_verifier(tenant):
+            try:
+                async with asyncio.timeout(ADMIT_DEADLINE_S):
+                    made = await admit(task, place, light=self.settings.admission == "light")
+            except TimeoutError as error:
+                raise SandboxError(
+                    f"Task {task.id} was not validated within {ADMIT_DEADLINE_S:g} s.",
+                    code="no_answer",
+                    phase="admission",
+                ) from error
         await asyncio.to_thread(self._store.add_task, task)
         await asyncio.to_thread(
             lambda: self._store.add_admission(task.id, task.revision, valid=made.valid, facts=to_dict(made))
         )
         return made
 
-    def _preparing(self, tenant: str) -> Backend:
-        """The backend as images are prepared on it ahead."""
-        place = _Observed(self, None)
-        if not isinstance(self.backend, Pulling):
-            return place
-
-        @asynccontextmanager
-        async def turn() -> AsyncIterator[None]:
-            claim = await self._turn(self.verification, tenant, "verification", verifications=1)
-            try:
-                yield
-            finally:
-                self.verification.release(claim)
-
-        return Fetching(place, self.backend, turn)
+    @asynccontextmanager
+    async def _as_verifier(self, tenant: str) -> AsyncIterator[None]:
+        """Whoever makes a sandbox beside those of sessions has the turn of a verification."""
+        claim = await self._turn(self.verification, tenant, "verification", verifications=1)
+        try:
+            yield
+        finally:
+            self.verification.release(claim)
 
     async def prepare_images(
         self, tenant: str, request: wire.PrepareRequest, *, wait_s: float

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-from agentrl.types import SandboxSpec, Task
-from envs.preparation import ImageStatus, images_of, prepare_images
-from envs.sandbox.contract import Backend, FileChange, Isolation, Mount, Pulling, Sandbox
+from agentrl.types import Task
+from envs.preparation import ImageStatus, Turn, images_of, prepare_images
+from envs.sandbox.contract import Backend
 from harness.gateway import wire
 from services.gateway.limiters import IMAGES_AT_ONCE
 from services.gateway.refused import Refused, key_reused
@@ -25,7 +24,6 @@ KEPT = 16
 AT_ONCE = 4
 """Preparations of a tenant that are not over."""
 BUSY_S = 10.0
-Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -43,56 +41,17 @@ class _Preparation:
         return wire.PreparationView(total=self.total, done=self.done, images=list(self.images))
 
 
-class Fetching:
-    """A backend whose machines fetch an image when a sandbox starts; one that is made only for that takes a
-    turn of those that verify, so that it never comes on top of what the gateway may have alive."""
+class Preparations:
+    """Of all tenants of one gateway.
 
-    def __init__(self, backend: Backend, fetches: Pulling, turn: Turn) -> None:
+    `fetches`: machines of the backend fetch an image when a sandbox starts. One that is made only for that
+    takes a `turn` of its tenant, so that it never comes on top of what the gateway may have alive.
+    """
+
+    def __init__(self, backend: Backend, *, fetches: bool, turn: Callable[[str], Turn]) -> None:
         self._backend = backend
         self._fetches = fetches
         self._turn = turn
-
-    @property
-    def name(self) -> str:
-        return self._backend.name
-
-    @property
-    def isolation(self) -> Isolation:
-        return self._backend.isolation
-
-    async def prepare(self, environment_dir: str) -> str:
-        return await self._backend.prepare(environment_dir)
-
-    async def pulled_for(self, digest: str) -> str:
-        return await self._fetches.pulled_for(digest)
-
-    async def create(
-        self,
-        spec: SandboxSpec,
-        *,
-        image: str,
-        session: str,
-        mounts: tuple[Mount, ...] = (),
-        apply: tuple[FileChange, ...] = (),
-        deadline_s: float = 120.0,
-    ) -> Sandbox:
-        """One that has ended by then: that it could be made is all that anybody wants to know."""
-        async with self._turn():
-            made = await self._backend.create(
-                spec, image=image, session=session, mounts=mounts, apply=apply, deadline_s=deadline_s
-            )
-            await made.close()
-        return made
-
-    async def close(self) -> None:
-        """The backend is the gateway's."""
-
-
-class Preparations:
-    """Of all tenants of one gateway. `place`: a tenant's way to the backend."""
-
-    def __init__(self, place: Callable[[str], Backend]) -> None:
-        self._place = place
         self._of: dict[str, dict[str, _Preparation]] = {}
 
     async def ask(
@@ -128,7 +87,14 @@ class Preparations:
             del known[key]
         made = _Preparation(digest, total=len(images_of(tasks)))
         made.task = asyncio.create_task(
-            prepare_images(tasks, self._place(tenant), at_once=IMAGES_AT_ONCE, heard=made.images.append)
+            prepare_images(
+                tasks,
+                self._backend,
+                at_once=IMAGES_AT_ONCE,
+                start=self._fetches,
+                turn=lambda: self._turn(tenant),
+                heard=made.images.append,
+            )
         )
         return made
 
