@@ -21,7 +21,7 @@ from pathlib import Path
 from agentrl.errors import BoundaryError, TaskError
 from agentrl.types import SandboxSpec, Task
 from envs import grading
-from envs.clock import Clock
+from envs.clock import Clock, mounts_of
 from envs.evidence import Admission, Witness
 from envs.sandbox.contract import Backend, ExecRequest, FileChange, Isolation, Mount, Sandbox, time_multiplier
 from envs.sandbox.diff import DiffTooLarge
@@ -473,7 +473,7 @@ async def _solution(task: Task, backend: Backend, image: str) -> tuple[tuple[Fil
         session="admit-solution",
         mounts=(
             Mount(source=str(folder), target=SOLUTION_TARGET),
-            *(() if clock is None else clock.mounts),
+            *mounts_of(clock),
         ),
         deadline_s=time_multiplier(backend) * CREATE_DEADLINE_S,
     )

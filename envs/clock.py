@@ -123,6 +123,11 @@ def _near(said: bytes, now: float) -> bool:
     return said.isdigit() and abs(int(said) - now) < TOLERANCE_S
 
 
+def mounts_of(clock: Clock | None) -> tuple[Mount, ...]:
+    """What a sandbox is given to live at a task's time; nothing where the task has none."""
+    return () if clock is None else clock.mounts
+
+
 @functools.cache
 def _library() -> Path:
     """A folder of this process's own that holds nothing but the library."""

@@ -39,7 +39,7 @@ from agentrl.types import (
     step_number,
     to_json,
 )
-from envs.clock import Clock
+from envs.clock import Clock, mounts_of
 from envs.evidence import CONTROL_DEADLINE_S, Admission, Witness, fault_of, of_system
 from envs.graders import registry as graders
 from envs.graders.contract import Attempt, Graded, Grader, Steps, TestsSeen
@@ -438,7 +438,7 @@ async def _once(
                 session=session,
                 mounts=(
                     Mount(source=str(folder / "tests"), target=TESTS_TARGET),
-                    *(() if clock is None else clock.mounts),
+                    *mounts_of(clock),
                 ),
                 apply=changes,
                 deadline_s=longer * CREATE_DEADLINE_S,

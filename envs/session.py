@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 from agentrl.errors import BoundaryError, SandboxError, SandboxLost, TaskError, nearest
 from agentrl.types import Action, Fault, Observation, Task, Termination, Verdict, from_json, storable, to_json
 from envs import grading, tools
-from envs.clock import Clock
+from envs.clock import Clock, mounts_of
 from envs.evidence import CLOCK, Admission, Witness, fault_of, of_system, paced
 from envs.sandbox.adoption import Outliving
 from envs.sandbox.contract import (
@@ -183,7 +183,7 @@ class Session:
                     task.sandbox,
                     image=image,
                     session=session_id,
-                    mounts=(*mounts, *(() if clock is None else clock.mounts)),
+                    mounts=(*mounts, *mounts_of(clock)),
                     apply=() if origin is None else origin.changes,
                     deadline_s=longer * CREATE_DEADLINE_S,
                 )

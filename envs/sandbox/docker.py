@@ -52,7 +52,8 @@ from envs.sandbox.contract import (
 )
 from envs.sandbox.diff import diff_overlay
 from envs.sandbox.docker_disk import HOME, POLICY_ID
-from envs.sandbox.docker_images import ENGINES, PYTHON, TOOLS, DockerImages, Prepared
+from envs.sandbox.docker_images import PYTHON, TOOLS, DockerImages, Prepared
+from envs.sandbox.docker_stock import ENGINES
 from envs.sandbox.engine import API, PING_DEADLINE_S, Engine, EngineRefused, EngineUnknown, socket_path
 from envs.sandbox.images import require_room
 from envs.sandbox.live import LiveSandbox

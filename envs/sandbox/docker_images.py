@@ -29,13 +29,12 @@ from agentrl.config import environment
 from agentrl.errors import SandboxError, TaskError
 from envs.sandbox import agent, docker_init, oci, rootfs
 from envs.sandbox.contract import StockItem
-from envs.sandbox.docker_stock import BASE, BUILT, ENGINES, SAVED, Brought, replace_file
+from envs.sandbox.docker_stock import BASE, BUILT, SAVED, Brought, replace_file
 from envs.sandbox.engine import Engine, EngineRefused
 from envs.sandbox.images import Images, changing, checked_name, folder_digest, is_name
 from envs.sandbox.interpreter import base_python
 from envs.sandbox.pressure import Pressure
 
-__all__ = ["ENGINES", "SAVED", "DockerImages", "Prepared", "saved_tag"]
 TOOLS = "/opt/agentrl/tools"
 PYTHON = "/opt/agentrl/python"
 BUILD_DEADLINE_S = 1800.0

@@ -1161,7 +1161,6 @@ _REFUSALS = (
         "Apply deploy/kubernetes/priorities.yaml, or unset AGENTRL_KUBERNETES_PRIORITY.",
     ),
     ("violates PodSecurity", "forbidden", _ALLOWING),
-    ("unable to validate against any pod security policy", "forbidden", _ALLOWING),
     ("unable to validate", "forbidden", _ALLOWING),
     (
         "is being terminated",

@@ -19,7 +19,8 @@ from saved import config, layer, layout, sha
 from agentrl.errors import BoundaryError, SandboxError, TaskError
 from agentrl.types import SandboxSpec
 from envs.sandbox import docker_images, images
-from envs.sandbox.docker_images import SAVED, DockerImages
+from envs.sandbox.docker_images import DockerImages
+from envs.sandbox.docker_stock import SAVED
 from envs.sandbox.engine import Engine, EngineRefused
 from envs.sandbox.kubernetes_images import KubernetesImages
 from envs.sandbox.local import LocalBackend

@@ -44,7 +44,7 @@ from envs.sandbox import images, layers, oci
 from envs.sandbox.conformance import KINDS, Case, Kind
 from envs.sandbox.contract import Backend, ExecRequest, Sandbox
 from envs.sandbox.docker import DockerBackend
-from envs.sandbox.docker_images import SAVED
+from envs.sandbox.docker_stock import SAVED
 from envs.sandbox.kubernetes_images import KubernetesImages
 from envs.sandbox.local import LocalBackend
 from envs.sandbox.oci import OciImages

@@ -25,7 +25,7 @@ from agentrl.errors import AgentRLError
 from agentrl.types import Task, Termination
 from envs.sandbox import rootfs
 from envs.sandbox.docker import DockerBackend
-from envs.sandbox.docker_images import BASE
+from envs.sandbox.docker_stock import BASE
 from envs.tasks import swe_mini
 from envs.tasks.package import load_task
 from harness.gateway import client as calls
